@@ -1,8 +1,8 @@
-"""What a backend is: one small class, `Compute`, and protocols for what only some backends do.
+"""The base class of all backends, `Compute`.
 
 A backend converts a single `nn.Linear`. Walking a model, choosing layers, and keeping Parameters, hooks and ties alive
-is done once for all backends (`training.conversion`). A backend that does more than that has the methods of one or
-several of the protocols below; nothing is to be registered for it.
+is done once for all backends (`training.conversion`). Four methods are abstract; the others do nothing until a backend
+overrides them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Recipe(Protocol):
 
 
 class Compute(ABC):
-    """One way to run the three products of a Linear layer. Holds no state: one instance serves many models."""
+    """One way to run the three products of a Linear layer. Stateless: one instance serves many models."""
 
     name: str
     """The name in a backend string: `native`, `te`, `ao`."""
@@ -57,7 +57,13 @@ class Compute(ABC):
     levels: tuple[str, ...] = ("O0",)
     """MS-AMP levels that this backend can be combined with."""
     fields: tuple[Field | str, ...] = ()
-    """Recipe fields that this backend reads beside those of every recipe: its own, or names of this package's."""
+    """Recipe fields that this backend reads besides those of every recipe: its own, or names of this package's."""
+    casts_by: str = ""
+    """The source of `cast_of` in words, for `monitor_every`; empty if the backend has no `cast_of`."""
+    takes_conv1d: bool = False
+    """Whether it has `build_conv1d`."""
+    defers_head: bool = False
+    """Whether it has `build_head`."""
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -65,6 +71,8 @@ class Compute(ABC):
 
     def check(self, recipe: Recipe) -> None:
         """Raise `RecipeError` for a resolved recipe that cannot be honoured on any machine. Asks no hardware."""
+
+    # Layers
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
@@ -87,12 +95,39 @@ class Compute(ABC):
         `new_shared` returned for this model.
         """
 
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
+        """`build` for transformers' `Conv1D`, whose weight is [in, out], if `takes_conv1d`.
+
+        The carrier's class is a `Conv1D` and no `nn.Linear`, by which others such as PEFT tell the layout, and has
+        `in_features` and `out_features`. Called for layers that fit: `unfit` gets a Linear of the same sizes and dtype.
+        """
+        raise NotImplementedError
+
+    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
+        """`build` for the output head under `fused_head`, if `defers_head`: the carrier is a
+        `deferred_logits.DefersLogits`, which multiplies in chunks of tokens without whole logits."""
+        raise NotImplementedError
+
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        """`unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
+        return f"expert weights in one 3-D Parameter: {self.name} has no products for them (native and te have)"
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
+        """A remark for the report on experts in FP8, beyond the recipe's name."""
+        return None
+
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
+        """Stand-ins for these Parameters, which run the module with them in FP8. Called for parts that fit."""
+        raise NotImplementedError
+
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Install what the backend needs on the prepared root (hooks), after its layers were converted."""
 
     @abstractmethod
     def is_converted(self, module: nn.Module) -> bool:
         """Whether this module is one of this backend's FP8 layers."""
+
+    # Products
 
     @abstractmethod
     def engine(self, module: nn.Module) -> str:
@@ -102,27 +137,76 @@ class Compute(ABC):
         """Which of fprop, dgrad and wgrad the recipe keeps in high precision on purpose."""
         return ()
 
-
-# How products are proven: a backend counts its own, or one profiled step tells (`compute.profiling`)
-
-
-@runtime_checkable
-class CountsProducts(Protocol):
-    """A backend whose layers count their FP8 products."""
-
-    def products(self, module: nn.Module) -> ProductCounts:
-        """Counts of a converted layer since it was prepared."""
-
-
-@runtime_checkable
-class HasProfile(Protocol):
-    """A backend whose products `ProductProfile` does not recognize."""
+    def products(self, module: nn.Module) -> ProductCounts | None:
+        """FP8 products of a converted layer since it was prepared; None if the layer does not count them, and one
+        profiled step is to prove them."""
+        return None
 
     def profile(self, layers: list[Layer], keep: bool = False) -> ProductProfile:
-        """What counts the products of these layers in a profiled step: an object like `ProductProfile`."""
+        """Return the counter of these layers' products in a profiled step, an object like `ProductProfile`."""
+        return ProductProfile(layers, keep)
+
+    # Weights and their FP8 codes
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        """Swap weights of the prepared root for a form of the backend's own, if the recipe asks for it. Levels store
+        theirs afterwards."""
+
+    def transient_bytes_per_element(self, module: nn.Module) -> float:
+        """Bytes per weight element of copies that live from forward to backward, such as the weight's FP8 codes."""
+        return 0.0
+
+    def takes_block_codes(self, recipe: Recipe) -> bool:
+        """Whether it multiplies frozen weights with the codes and scales of an FP8 checkpoint (`BlockCodes`)."""
+        return False
+
+    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
+        """Set whether the FP8 codes of a forward serve later forwards too, until the weight changes."""
+
+    def weight_codes(self, module: nn.Module) -> Quantized | None:
+        """The codes that this converted layer's forward multiplies by now, in the layout of the weight, and their
+        scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
+        return None
+
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
+        """The codes by which FSDP2 gathers weights, by module and parameter name: objects as `comm.gathers.Travelling`
+        describes them. Weights without an entry travel as they are stored."""
+        return {}
+
+    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
+        """How this converted layer casts a tensor in the forward and backward that run now. None if it does not, or if
+        that is not known.
+
+        Args:
+            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `numerics.scaling`.
+            values: the layer's input [..., in_features], the Parameter of its weight, or the gradient of its output
+                [..., out_features].
+        """
+        return None
+
+    # Scaling rules that remember earlier steps
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        """Called after each step of an optimizer that trains the prepared root: its weights have changed."""
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        """Plain tensors by layer name that make a resumed run equal to the bit. Empty for a rule without state."""
+        return {}
+
+    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        """The live states that ranks agree on, int32 [3, 2 + history length] each as in `numerics.scaling`. Empty for a
+        rule without state, or if the backend agrees on them itself."""
+        return []
+
+    def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Raise `FP8BackendError` for a state that `scaling_state` of this root did not return: of other layers or
+        another history, or with numbers that the rule does not make. Names the layer, and changes nothing."""
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `scaling_state` returned. Raises what `check_scaling_state` raises, and changes nothing then."""
 
 
-# Norms, activations and experts
+# Norms and activations
 
 
 class Norm(NamedTuple):
@@ -174,150 +258,6 @@ class FusesActivations(Protocol):
         Args:
             layers: those that are about to become FP8 layers.
         """
-
-
-@runtime_checkable
-class ConvertsConv1D(Protocol):
-    """A backend that multiplies by the weight [in, out] of transformers' `Conv1D` as by that of a Linear."""
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
-        """`Compute.build` for a `Conv1D`. The class of the carrier is a `Conv1D` and no `nn.Linear`, by which others
-        such as PEFT tell how the weight lies, and has `in_features` and `out_features`. Called for those that fit:
-        `Compute.unfit` is asked of a Linear of the same sizes and dtype."""
-
-
-@runtime_checkable
-class ConvertsExperts(Protocol):
-    """A backend that multiplies by the 3-D Parameters of an experts module (`compute.expert_functions`)."""
-
-    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        """`Compute.unfit` for the Parameter `part`."""
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        """What a report says of experts in FP8 that the recipe's name does not tell, or None."""
-
-    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
-        """What stands for these Parameters, and runs the module with them in FP8. Called for those that fit."""
-
-
-# The output head
-
-
-@runtime_checkable
-class DefersHead(Protocol):
-    """A backend whose output head can multiply in chunks of tokens, without whole logits (`deferred_logits`)."""
-
-    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """`Compute.build` for the output head. The carrier is a `DefersLogits`."""
-
-
-# Weights and their FP8 codes
-
-
-@runtime_checkable
-class StoresWeights(Protocol):
-    """A backend that stores weights, or copies of them, in a form of its own (a level's forms are not its concern)."""
-
-    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
-        """Called after layers of the prepared root were converted: swap their weights where the recipe asks for it."""
-
-    def transient_bytes_per_element(self, module: nn.Module) -> float:
-        """Bytes per weight element of copies that live from forward to backward, such as the weight's FP8 codes."""
-
-
-@runtime_checkable
-class TakesBlockCodes(Protocol):
-    """A backend that multiplies frozen weights with the codes and scales of an FP8 checkpoint (`BlockCodes`)."""
-
-    def takes_block_codes(self, recipe: Recipe) -> bool:
-        """Whether it does with this recipe."""
-
-
-@runtime_checkable
-class KeepsWeightCasts(Protocol):
-    """A backend whose layers can use the FP8 codes of a weight again in the forwards of further microbatches."""
-
-    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
-        """Set whether the codes of a forward serve the forwards after it too, until the weight changes."""
-
-
-@runtime_checkable
-class GivesWeightCodes(Protocol):
-    """A backend that can tell the FP8 codes of a weight, for checkpoints that hold them."""
-
-    def weight_codes(self, module: nn.Module) -> Quantized | None:
-        """The codes that the forward of this converted layer multiplies by now, as they lie in memory, and their
-        scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
-
-
-@runtime_checkable
-class GathersCodes(Protocol):
-    """A backend whose weights FSDP2 can gather as the codes that products read (`comm.gathers`)."""
-
-    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
-        """For each Parameter of the prepared root that is to travel so, by its module and its name there, its codes: an
-        object as `comm.gathers.Travelling` describes it."""
-
-
-# Casts
-
-
-@runtime_checkable
-class ShowsCasts(Protocol):
-    """A backend that can tell how its layers cast what passes them (`training.watching.monitor`)."""
-
-    casts_by: str
-    """What tells it, in words: the layer's own rule, or formulas that follow another library's."""
-
-    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        """How this converted layer casts a tensor in the forward and backward that run now. None where it does not, or
-        where it is not known.
-
-        Args:
-            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `numerics.scaling`.
-            values: the layer's input [..., in_features], the Parameter of its weight, or the gradient of its output
-                [..., out_features].
-        """
-
-
-# Scaling rules with state
-
-
-@runtime_checkable
-class FollowsOptimizer(Protocol):
-    """A backend that must know when the weights have changed."""
-
-    def after_optimizer_step(self, root: nn.Module) -> None:
-        """Called after each step of an optimizer that trains the prepared root."""
-
-
-@runtime_checkable
-class HasScalingState(Protocol):
-    """A backend with scaling rules that remember earlier steps."""
-
-    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Plain tensors by layer name that make a resumed run equal to the bit. Empty for a rule without state."""
-
-    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        """The live states that ranks agree on, int32 [3, 2 + history length] each as in `numerics.scaling`. Empty for a
-        rule without state, or where the backend agrees on them by itself."""
-
-    def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Raise `FP8BackendError` for a state that `scaling_state` of this root did not return: of other layers or
-        another history, or with numbers that the rule does not make. Names the layer, and changes nothing."""
-
-    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `scaling_state` returned. Raises what `check_scaling_state` raises, and changes nothing then."""
-
-
-def scaling_state(compute: Compute, root: nn.Module) -> dict[str, torch.Tensor]:
-    """`HasScalingState.scaling_state`; empty for a backend without state."""
-    return compute.scaling_state(root) if isinstance(compute, HasScalingState) else {}
-
-
-def scaling_buffers(compute: Compute, root: nn.Module) -> list[torch.Tensor]:
-    """`HasScalingState.scaling_buffers`; empty for a backend without state."""
-    return compute.scaling_buffers(root) if isinstance(compute, HasScalingState) else []
 
 
 _DAMAGED = "The file is damaged: load an earlier checkpoint"

@@ -21,7 +21,7 @@ from accelerate.utils import KwargsHandler
 from ..announcement import announce
 from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
-from ..compute.interface import Compute, ShowsCasts
+from ..compute.interface import Compute
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import (
@@ -318,7 +318,7 @@ def _check(recipe: Recipe) -> None:
     for name, each in sorted(settings_of(recipe.compute).items()):
         if name in recipe.given and each not in COMMON and each not in NAMING:
             _check_read(each, recipe, compute, declared)
-    if recipe.monitor_every and not isinstance(compute, ShowsCasts):
+    if recipe.monitor_every and not compute.casts_by:
         raise RecipeError(f"monitor_every: {recipe.compute} cannot tell how its layers cast; leave it out")
     compute.check(recipe)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..compute import registry
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
-from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
+from ..compute.interface import Compute
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..notebooks import as_html
@@ -199,17 +199,12 @@ def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
                 found[_joined(prefix, name)] = counts
 
 
-def product_profile(compute: Compute, layers: list[Layer], keep: bool = False) -> ProductProfile:
-    """What counts the products of these layers of a backend in a profiled step."""
-    return compute.profile(layers, keep) if isinstance(compute, HasProfile) else ProductProfile(layers, keep)
-
-
 def _start_profiles(roots: list) -> list[ProductProfile]:
     """Start one profile for each backend that does not count by itself."""
     layers: dict[Compute, list[Layer]] = {}
     for root in roots:
         layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
-    profiles = [product_profile(compute, own, keep=True) for compute, own in layers.items() if own]
+    profiles = [compute.profile(own, keep=True) for compute, own in layers.items() if own]
     if not all([profile.start(take_over=True) for profile in profiles]):
         for profile in profiles:
             profile.abandon()
@@ -296,7 +291,7 @@ def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module
 def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
     """The converted layers of a root whose backend does not count its products; none where it does."""
     layers = converted_layers(root, prepared)
-    if not layers or isinstance(prepared.compute, CountsProducts):
+    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
         return []
     high = prepared.compute.high_precision_products(prepared.recipe)
     kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
@@ -305,10 +300,10 @@ def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[
 
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
     """FP8 products of each converted layer, by its own counter or from the last profiled step."""
-    layers = converted_layers(root, prepared)
-    if isinstance(prepared.compute, CountsProducts):
-        return {name: prepared.compute.products(module) for name, module in layers.items()}
-    return {name: prepared.profiled.get(name, ProductCounts()) for name in layers}
+    return {
+        name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
+        for name, module in converted_layers(root, prepared).items()
+    }
 
 
 @dataclass
@@ -335,8 +330,7 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, 
         result.engine[full] = prepared.compute.engine(module)
         measures.weights.append(module.weight)
         elements = full_shape(module.weight).numel()
-        if isinstance(prepared.compute, StoresWeights):
-            measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
+        measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
     measures.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}

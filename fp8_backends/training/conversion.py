@@ -20,7 +20,7 @@ from torch import nn
 from ..compute import expert_dispatch, expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
+from ..compute.interface import Compute, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
@@ -309,14 +309,12 @@ def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter:
 
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
     if is_conv1d(each.module):
-        if isinstance(compute, ConvertsConv1D):
+        if compute.takes_conv1d:
             return compute.unfit(linear_like(each.module), recipe)
         return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
-    if not each.part:
-        return compute.unfit(each.module, recipe)
-    if isinstance(compute, ConvertsExperts):
+    if each.part:
         return compute.unfit_experts(each.module, each.part, recipe)
-    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
+    return compute.unfit(each.module, recipe)
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:

@@ -14,7 +14,6 @@ from torch import nn
 from ..announcement import announce, is_main_process
 from ..compute import registry
 from ..compute.conv1d import is_conv1d
-from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -195,8 +194,7 @@ def _left(model: nn.Module, layers: dict[str, Found]) -> dict[str, str]:
 
 def _codes_of(found: Found) -> Quantized | None:
     """The codes that a converted layer multiplies by now; None where its backend does not tell."""
-    compute = registry.get_compute(found.conversion.recipe.compute)
-    return compute.weight_codes(found.module) if isinstance(compute, GivesWeightCodes) else None
+    return registry.get_compute(found.conversion.recipe.compute).weight_codes(found.module)
 
 
 def _state(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..compute.interface import Compute, DefersHead
+from ..compute.interface import Compute
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, plain_name
 from .weight_products import FP8, Found, layer_obstacle
 
@@ -29,7 +29,7 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
         reason = f"it is no plain Linear, but {type(head).__module__}.{type(head).__name__}"
     elif CONVERSION in head.__dict__ or HEAD_CONVERSION in head.__dict__:
         return None  # it defers already
-    elif each.product.state == FP8 and not isinstance(compute, DefersHead):
+    elif each.product.state == FP8 and not compute.defers_head:
         reason = f"{compute.name} multiplies it in FP8, and has no form of that in chunks (native has)"
     else:
         reason = layer_obstacle(head, nn.Linear)

@@ -20,7 +20,6 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ..compute import hardware
-from ..compute.interface import FollowsOptimizer, scaling_state
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import check_is_module
 from ..numerics.sharded_tensor import is_distributed
@@ -127,7 +126,7 @@ class GradientGap:
 
     def of(self, work: nn.Module, prepared: Prepared) -> Measurement:
         """The gap of a prepared copy. A scaling rule that remembers steps has seen the first batch `WARM_UP` times."""
-        warm_up = self.batches[:1] * WARM_UP if scaling_state(prepared.compute, work) else []
+        warm_up = self.batches[:1] * WARM_UP if prepared.compute.scaling_state(work) else []
         for _ in self._gradients(work, self.around, warm_up):
             pass
         errors, loss_error = self._errors(work)
@@ -204,7 +203,7 @@ def loss_of(work: nn.Module, batch: Any, loss: LossFunction, precision: str) -> 
 def after_step(work: nn.Module) -> None:
     """Tell the backend of a prepared copy that a step was taken, as a watched optimizer does."""
     prepared = work.__dict__.get(conversion.PREPARED)
-    if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
+    if prepared is not None:
         prepared.compute.after_optimizer_step(work)
 
 

@@ -22,14 +22,6 @@ from ..comm import ddp, fsdp2, gathers, ignore_list, tensor_parallel, zero
 from ..compute import registry
 from ..compute.expert_functions import is_expert_parallel
 from ..compute.fields import flag, parsed
-from ..compute.interface import (
-    FollowsOptimizer,
-    GathersCodes,
-    KeepsWeightCasts,
-    StoresWeights,
-    TakesBlockCodes,
-    scaling_buffers,
-)
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -103,7 +95,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     fsdp2.reshard(model)  # what the last forward has gathered is no Parameter to look at
     check_model(model, recipe)
     compute = registry.get_compute(recipe.compute)
-    if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
+    if compute.takes_block_codes(recipe):
         quantized_layers.freeze_codes(model)
     prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
@@ -248,8 +240,7 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
     layers = converted_layers(root, prepared)
-    if isinstance(prepared.compute, StoresWeights):
-        prepared.compute.store_weights(root, prepared.recipe)
+    prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
         levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
         levels.export_ties(root)
@@ -289,8 +280,7 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
             "sharding saves; leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
-        if isinstance(prepared.compute, KeepsWeightCasts):
-            prepared.compute.keep_weight_casts(root, keep)
+        prepared.compute.keep_weight_casts(root, keep)
 
 
 # Connect ranks
@@ -312,24 +302,17 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
         for _, root, prepared in roots:
-            if isinstance(prepared.compute, KeepsWeightCasts):
-                prepared.compute.keep_weight_casts(root, False)
+            prepared.compute.keep_weight_casts(root, False)
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
-        gathers.connect(model, _travelling(roots))
+        travelling: dict[gathers.Place, gathers.Travelling] = {}
+        for _, root, prepared in roots:
+            travelling |= prepared.compute.travelling(root, prepared.recipe)
+        gathers.connect(model, travelling)
     elif tensor_parallel.ranks(model) > 1:
         tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
         levels.expect_equal_gradients(model)
-
-
-def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[gathers.Place, gathers.Travelling]:
-    """The codes of the weights that travel so, by their place."""
-    travelling: dict[gathers.Place, gathers.Travelling] = {}
-    for _, root, prepared in roots:
-        if isinstance(prepared.compute, GathersCodes):
-            travelling |= prepared.compute.travelling(root, prepared.recipe)
-    return travelling
 
 
 class ScalingBuffers:
@@ -339,7 +322,7 @@ class ScalingBuffers:
         self.roots = [(root, prepared.compute) for _, root, prepared in roots]
 
     def __call__(self) -> list[torch.Tensor]:
-        return [state for root, compute in self.roots for state in scaling_buffers(compute, root)]
+        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
 
 
 def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
@@ -432,8 +415,7 @@ class AfterStep:
             prepared = root.__dict__.get(PREPARED)
             if not prepared:
                 continue
-            if isinstance(prepared.compute, FollowsOptimizer):
-                prepared.compute.after_optimizer_step(root)
+            prepared.compute.after_optimizer_step(root)
             if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):

@@ -31,7 +31,6 @@ from .auditing import (
     count_products,
     layers_to_profile,
     parameter_ids,
-    product_profile,
     stored_dtype,
     unwrapped,
 )
@@ -222,7 +221,7 @@ class FirstStep:
         compiled."""
         if self.waits:
             return False
-        profile = product_profile(self.compute, self.layers)
+        profile = self.compute.profile(self.layers)
         if profile.start(take_over=begun is not None, shapes=begun is None, begun=begun):
             self.profile = profile
         return self.profile is not None

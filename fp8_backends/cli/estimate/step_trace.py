@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ...compute import registry
-from ...compute.interface import scaling_buffers
 from ...compute.products import exact_product
 from ...errors import FP8BackendError
 from ...numerics.kernels.eager import PLAIN
@@ -493,7 +492,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in converted_layers(root, prepared).values():
             sizes["converted"] += layer.weight.numel()
-        sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
+        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
     return sizes
 
 

@@ -75,6 +75,8 @@ class NativeCompute(Compute):
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = NATIVE_FIELDS
     casts_by = "the layer's own rule"
+    takes_conv1d = True
+    defers_head = True
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

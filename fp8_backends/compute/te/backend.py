@@ -61,6 +61,7 @@ class TransformerEngineCompute(Compute):
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = FIELDS
     casts_by = "the native equivalent of TransformerEngine's rule"
+    takes_conv1d = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -113,9 +114,6 @@ class TransformerEngineCompute(Compute):
             )
         _, out_features, in_features = sizes_of(experts, part)
         return _unaligned(in_features, out_features, recipe)
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        return None
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
         load()
@@ -225,15 +223,14 @@ class TransformerEngineCompute(Compute):
 
         return None if isinstance(module, ExpertWeight) else cast_of(module, tensor, values)
 
+    # no `scaling_buffers`: TransformerEngine reduces amaxes over the ranks itself
+
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
             f"{name}.te_{part}": tensor
             for name, layer in self._layers(root)
             for part, tensor in layer.scaling_state().items()
         }
-
-    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        return []  # TransformerEngine reduces amaxes over the ranks by itself
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:

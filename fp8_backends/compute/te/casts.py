@@ -17,7 +17,7 @@ _BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
 
 
 def cast_of(layer: TEProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-    """`ShowsCasts.cast_of`. None for a weight that is sharded, or stored in a form that TransformerEngine multiplies
+    """`Compute.cast_of`. None for a weight that is sharded, or stored in a form that TransformerEngine multiplies
     without a cast."""
     recipe = layer.te_state.recipe
     if not (layer.training or recipe.use_autocast_during_eval):

@@ -47,6 +47,7 @@ class TorchAOCompute(Compute):
     unnamed_scalings: tuple[str, ...] = ("custom",)
     fields: tuple[Field | str, ...] = FIELDS
     casts_by = "TorchAO's formulas for the same values"
+    takes_conv1d = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:

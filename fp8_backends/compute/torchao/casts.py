@@ -18,7 +18,7 @@ _CONFIGURED = {INPUT: "cast_config_input", WEIGHT: "cast_config_weight", GRAD_OU
 
 
 def cast_of(layer: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-    """`ShowsCasts.cast_of`: the cast for fprop, and of the gradient that for dgrad. None for a sharded weight, and for
+    """`Compute.cast_of`: the cast for fprop, and of the gradient that for dgrad. None for a sharded weight, and for
     one that FSDP2 has gathered in FP8."""
     config = getattr(layer.config, _CONFIGURED[tensor])
     is_weight = tensor == WEIGHT

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ...compute.interface import scaling_buffers, scaling_state
 from ...numerics import scaling_faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
@@ -99,7 +98,7 @@ class ScalingLooks:
         any."""
         over, stuck, rolls, records = [], [], [], []
         for root, prepared in roots:
-            if not (buffers := scaling_buffers(prepared.compute, root)):
+            if not (buffers := prepared.compute.scaling_buffers(root)):
                 continue
             recipe = prepared.recipe
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
@@ -126,8 +125,8 @@ class ScalingLooks:
         """Live states by the names of their layers, those of experts as one tensor."""
         named = []
         for root, prepared in roots:
-            if buffers := scaling_buffers(prepared.compute, root):
-                names = [plain_name(name.rpartition(".")[0]) for name in scaling_state(prepared.compute, root)]
+            if buffers := prepared.compute.scaling_buffers(root):
+                names = [plain_name(name.rpartition(".")[0]) for name in prepared.compute.scaling_state(root)]
                 named += zip(names, buffers, strict=True)
         return named
 
@@ -142,7 +141,7 @@ class ScalingLooks:
         begin = 0
         for root, prepared in roots:
             recipe = prepared.recipe
-            for state in scaling_buffers(prepared.compute, root):
+            for state in prepared.compute.scaling_buffers(root):
                 rows = _rows(state)
                 marked = at_fault[begin : begin + len(rows)].unsqueeze(-1).to(rows.device)
                 new = scaling_faults.anew(rows, _format_max(recipe, rows), recipe.margin)

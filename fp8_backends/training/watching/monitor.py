@@ -1,8 +1,8 @@
 """Statistics of FP8 tensors while a model trains: every so many optimizer steps, for each converted layer.
 
 A sampled step has forward hooks on the layers, which the other steps have not. They ask the backend how the layer casts
-what passes it (`ShowsCasts`), count on the device what the cast does, and change nothing. At the end of the step all
-numbers come to the host at once, and rank 0 adds a line of JSON to a file: of its own tensors, of its own batch.
+what passes it (`Compute.cast_of`), count on the device what the cast does, and change nothing. At the end of the step
+all numbers come to the host at once, and rank 0 adds a line of JSON to a file: of its own tensors, of its own batch.
 
 All microbatches of the step count together, for a weight the first. What activation checkpointing computes again counts
 once. Layers that run in compiled code cannot be watched there: `torch.compile` steps aside for a sampled step, on every
@@ -29,7 +29,7 @@ from torch import nn
 
 from ...announcement import is_main_process
 from ...compute.counts import inside_backward
-from ...compute.interface import ShowsCasts
+from ...compute.interface import Compute
 from ...errors import RecipeError
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, inert_hook, is_traced
@@ -256,7 +256,7 @@ class Sample:
     def _end_forward(self, *_) -> None:
         self.trains = False
 
-    def _after_layer(self, name: str, compute: ShowsCasts, layer: nn.Module, args, kwargs, output: Any) -> None:
+    def _after_layer(self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any) -> None:
         if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has many
             return
         if CONVERSION not in layer.__dict__:  # restored meanwhile
@@ -269,7 +269,7 @@ class Sample:
             output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
 
     @torch.no_grad()
-    def _count(self, name: str, compute: ShowsCasts, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+    def _count(self, name: str, compute: Compute, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
         if tensor != WEIGHT:
             values = local_part(values)  # under tensor parallelism this rank's, whose own amax may be a smaller one
         if not self.records or not values.numel():
