@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
 from ..numerics.meshes import agreed_over
@@ -204,7 +205,7 @@ class WeightShard:
         every, state = self.codes.products, self.group._training_state.name
         if state == "PRE_BACKWARD" and not self.codes.recomputed:
             return every[-1:]
-        if state == "FORWARD" and self.group._reshard_after_forward and not _inside_backward():
+        if state == "FORWARD" and self.group._reshard_after_forward and not inside_backward():
             return every[:1]
         return every  # gathered once for both; a forward that backward runs again may end before it is resharded
 
@@ -286,11 +287,7 @@ def _maxima(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch
         if not of_dtype:
             continue
         message = torch.cat([tensors[i].flatten() for i in of_dtype])
-        if dtype == torch.uint8:
-            dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-        else:
-            message = agreed_over(message, [group])
-        parts = message.split([tensors[i].numel() for i in of_dtype])
+        parts = agreed_over(message, [group]).split([tensors[i].numel() for i in of_dtype])
         agreed |= {i: part.view(tensors[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
     return [agreed[i] for i in range(len(tensors))]
 
@@ -344,7 +341,7 @@ class AfterForward:
 
 
 def _begin(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not None or _inside_backward():  # recomputed: settled in forward
+    if gathers.outermost is not None or inside_backward():  # recomputed: settled in forward
         return
     gathers.outermost = module
     module._get_fsdp_state()._lazy_init()  # what FSDP2 does next, and may make new shards
@@ -357,13 +354,9 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
 
 
 def _end(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not module or _inside_backward():
+    if gathers.outermost is not module or inside_backward():
         return
     if not torch.is_grad_enabled():  # else backward is to find what forward has read
         for shard in gathers.for_a_while:  # and that of an earlier forward, too
             shard.settle(True)
     gathers.outermost, gathers.for_a_while = None, []
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

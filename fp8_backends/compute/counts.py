@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
 RECOMPUTED = "recomputed"
 
@@ -26,11 +24,3 @@ class ProductCounts:
     def add(self, kind: str, number: int = 1) -> None:
         """Count more products of a kind: one of KINDS, or RECOMPUTED."""
         setattr(self, kind, getattr(self, kind) + number)
-
-
-def inside_backward() -> bool:
-    """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass.
-
-    Compiled code counts each forward once, also where its partitioner recomputes.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

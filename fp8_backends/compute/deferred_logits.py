@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.kernels.eager import PLAIN
 from ..numerics.scaled_tensor import stored_parts
 from ..numerics.sharded_tensor import is_distributed
-from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, inside_backward
+from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD
 from .head_loss import CrossEntropy, HeadLoss, HeadProducts
 from .interface import COMPUTE_DTYPES
 

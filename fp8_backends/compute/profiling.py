@@ -32,8 +32,9 @@ from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.modules import inert_hook, is_traced, renumber
-from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
+from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
@@ -238,7 +239,7 @@ def _end(reference: weakref.ref[_Recording]) -> None:
     if recording is None:
         return
     # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
-    if recording is _thread.recording and torch._C._current_graph_task_id() == -1:
+    if recording is _thread.recording and not inside_backward():
         _end_recording()
     else:
         recording.given_up = True

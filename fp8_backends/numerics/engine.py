@@ -1,4 +1,4 @@
-"""Autograd's engine: what is called when a backward pass ends."""
+"""Autograd's engine: whether a backward pass runs, and callbacks for its end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import torch
 from torch.autograd import Variable
 
 from ..errors import FP8BackendError
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass; a forward inside one is a recomputation by activation checkpointing.
+
+    False in code that is being compiled: it counts each forward once, also where its partitioner recomputes.
+    """
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def call_when_backward_ends(function: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..compute.counts import inside_backward
+from ..numerics.engine import inside_backward
 from ..numerics.modules import plain_name
 from .weight_products import find_weight_products
 from .work import Work, WorkMeter

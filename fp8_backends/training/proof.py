@@ -24,6 +24,7 @@ from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.modules import inert_hook, is_traced, plain_name
 from . import conversion
 from .auditing import (
@@ -137,7 +138,7 @@ class FirstStep:
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
-        if self.step_is_due and torch._C._current_graph_task_id() == -1:
+        if self.step_is_due and not inside_backward():
             self.step_is_due = False
             self._look_at_step()
             return
@@ -147,7 +148,7 @@ class FirstStep:
                 self.hooked.add(root)
                 # only now, and never while a compiler looks
                 self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
-        if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
             return  # it has its result, or gave way, or another thread steps: `after_step` sees to it
@@ -189,7 +190,7 @@ class FirstStep:
         self.steps += 1
         self._record_gradient_dtypes()
         runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
-        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or torch._C._current_graph_task_id() != -1
+        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
         # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
         # there back when it ends, and nothing would stop it then. Nor can a thread stop another one's, whose forwards
         # these steps follow. A compiled forward does not tell that it begins.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..compute.counts import inside_backward
+from ..numerics.engine import inside_backward
 from ..numerics.modules import inert_hook, is_traced
 from .weight_products import CONVOLUTION, Found
 

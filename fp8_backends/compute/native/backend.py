@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...numerics.engine import inside_backward
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
@@ -33,7 +34,7 @@ from ...numerics.modules import owner_of, plain_name
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
-from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
+from ..counts import DGRAD, KINDS, ProductCounts
 from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field

@@ -21,7 +21,8 @@ import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_modu
 import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
+from ...numerics.engine import inside_backward
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..profiling import Layer
 from .recipes import VERSION
 from .region import ModelState

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from ...announcement import is_main_process
-from ...compute.counts import inside_backward
 from ...compute.interface import Compute
 from ...errors import RecipeError
+from ...numerics.engine import inside_backward
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, inert_hook, is_traced
 from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
