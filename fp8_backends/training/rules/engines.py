@@ -182,27 +182,11 @@ ENGINE_RULES = (
         always,
     ),
     Rule(
-        "fp8_weights_alone",
-        "info",
-        lambda s: s.recipe.weight_comm == "fp8" and (s.parallel == "ddp" or s.world_size == 1),
-        'weight_comm="fp8" has no effect where every rank has whole weights: no weight is gathered',
-        "leave weight_comm out, or use FSDP2 (fsdp_version: 2)",
-    ),
-    Rule(
         "fuse_norms_zero3",
         "error",
         lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
         *FUSED_NORMS_SHARDED,
         is_raised=always,
-    ),
-    Rule(
-        "fused_head_sharded",
-        "warning",
-        lambda s: s.recipe.fused_head and (s.parallel in ("fsdp1", "fsdp2") or s.zero_stage == 3 or _shares_layers(s)),
-        "fused_head does nothing where the head's weight is sharded, since logits may be read when the weight is "
-        "gathered no more: logits are made whole, as without it",
-        "leave fused_head out, or use DDP",
-        lambda s: _layers_shared(s) if _shares_layers(s) else s.parallel,
     ),
     Rule(
         "fp8_params_sharded",
