@@ -142,9 +142,9 @@ class Compute(ABC):
         profiled step is to prove them."""
         return None
 
-    def profile(self, layers: list[Layer], keep: bool = False) -> ProductProfile:
+    def profile(self, layers: list[Layer]) -> ProductProfile:
         """Return the counter of these layers' products in a profiled step, an object like `ProductProfile`."""
-        return ProductProfile(layers, keep)
+        return ProductProfile(layers)
 
     # Weights and their FP8 codes
 

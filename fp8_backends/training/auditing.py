@@ -14,8 +14,7 @@ from torch import nn
 
 from ..compute import registry
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
-from ..compute.interface import Compute
-from ..compute.profiling import Layer, ProductProfile
+from ..compute.profiling import Layer
 from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
@@ -74,7 +73,7 @@ class Audit:
     (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
     """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
-    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
+    step would lose, as projected on the exact update; else None."""
 
     saved_activations: dict[str, int] = field(default_factory=dict)
     """What the last training forward has kept for backward in FP8 beside the codes of converted layers: `tensors`,
@@ -135,8 +134,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     check_is_module(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
-    observed = [observed_of(prepared) for _, _, prepared in roots]
-    optimizers = [known for seen in observed for known in seen.optimizers()]
+    optimizers = [known for _, _, prepared in roots for known in observed_of(prepared).optimizers()]
     if optimizer is not None:
         check_is_optimizer(optimizer)
         optimizers = [unwrapped(optimizer)]
@@ -152,8 +150,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     saved = [found for _, root, _ in roots if (found := saved_activations.saved_bytes(root)) is not None]
     if saved:
         result.saved_activations = {key: sum(getattr(each, key) for each in saved) for key in asdict(saved[0])}
-    losses = [seen.lost_updates for seen in observed]
-    losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
+    losses = [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
@@ -171,82 +168,6 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
         for layer, counts in audit.products.items()
     }
     return {layer: kinds for layer, kinds in missing.items() if kinds}
-
-
-@contextlib.contextmanager
-def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
-    """Count the FP8 products of whatever runs inside, also for backends that do not count by themselves (`ao`, `te`).
-
-    Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
-
-    Raises:
-        FP8BackendError: another profiler is active; PyTorch has one at a time.
-    """
-    roots = conversion.prepared_roots(conversion.unwrapped(model))
-    before = [count_products(root, prepared) for _, root, prepared in roots]
-    profiles = _start_profiles(roots)
-    found: dict[str, ProductCounts] = {}
-    try:
-        yield found
-    finally:
-        for profile in profiles:
-            profile.stop()
-        for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
-            for name, counts in count_products(root, prepared).items():
-                if name not in prepared.profiled:
-                    kinds = asdict(earlier[name])
-                    counts = ProductCounts(**{kind: getattr(counts, kind) - kinds[kind] for kind in kinds})
-                found[_joined(prefix, name)] = counts
-
-
-def _start_profiles(roots: list) -> list[ProductProfile]:
-    """Start one profile for each backend that does not count by itself."""
-    layers: dict[Compute, list[Layer]] = {}
-    for root in roots:
-        layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
-    profiles = [compute.profile(own, keep=True) for compute, own in layers.items() if own]
-    if not all([profile.start(take_over=True) for profile in profiles]):
-        for profile in profiles:
-            profile.abandon()
-        raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
-    return profiles
-
-
-@contextlib.contextmanager
-def measure_lost_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Measure in one optimizer step inside which share of the updates rounding swallows; `audit` then reports it.
-
-    Counted over the converted weights: elements that have a gradient other than zero and yet keep their value. Exact
-    for SGD and Adam, up to updates that are truly zero. Keeps a copy of the weights for as long as it watches.
-    """
-    roots = conversion.prepared_roots(model)
-    weights = [layer.weight for _, root, prepared in roots for layer in converted_layers(root, prepared).values()]
-    lost = moved = 0
-    before: dict[int, torch.Tensor] = {}
-
-    def remember(*_) -> None:
-        before.update((index, weight.detach().clone()) for index, weight in enumerate(weights))
-
-    def compare(*_) -> None:
-        nonlocal lost, moved
-        for index, weight in enumerate(weights):
-            if weight.grad is not None:
-                has_gradient = weight.grad != 0
-                moved += int(has_gradient.sum())
-                lost += int((has_gradient & (weight.detach() == before[index])).sum())
-
-    optimizer = unwrapped(optimizer)
-    if hasattr(optimizer, "lost_updates"):
-        yield  # it knows: `audit` asks it
-        return
-    hooks = optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(compare)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for _, _, prepared in roots:
-            observed_of(prepared).lost_updates = lost / moved if moved else None
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
-from .observed import observed_of, trainable_by_name
+from .observed import Work, observed_of, trainable_by_name
 from .weight_products import CONVOLUTION, FP8, WeightProduct
-from .work import Work
 
 if TYPE_CHECKING:
     from .conversion import Prepared

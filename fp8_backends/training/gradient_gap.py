@@ -27,8 +27,8 @@ from ..recipes.handlers import Recipe
 from . import conversion, preparation
 from .conversion import Prepared
 from .flops import Flops, expected_flops
+from .observed import WorkMeter
 from .weight_products import find_weight_products
-from .work import WorkMeter
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 

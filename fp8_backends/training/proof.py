@@ -223,7 +223,7 @@ class FirstStep:
         if self.waits:
             return False
         profile = self.compute.profile(self.layers)
-        if profile.start(take_over=begun is not None, shapes=begun is None, begun=begun):
+        if profile.start(begun):
             self.profile = profile
         return self.profile is not None
 

@@ -39,8 +39,8 @@ from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
 from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
+from ...training.observed import Work, WorkMeter
 from ...training.weight_products import find_weight_products
-from ...training.work import Work, WorkMeter
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the

@@ -35,13 +35,12 @@ from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states,
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts
-from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
-from ..layer_parts import is_parallel
+from ..layer_parts import is_parallel, refuse_cut_since
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import fused_gates, fused_norms

@@ -187,10 +187,10 @@ class TransformerEngineCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "te"
 
-    def profile(self, layers: list[Layer], keep: bool = False) -> TEProductProfile:
+    def profile(self, layers: list[Layer]) -> TEProductProfile:
         from .profile import TEProductProfile
 
-        return TEProductProfile(layers, keep)
+        return TEProductProfile(layers)
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()

@@ -45,7 +45,7 @@ class TEProductProfile:
 
     by_shape = False
 
-    def __init__(self, layers: list[Layer], keep: bool = False) -> None:
+    def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
         self.running = self.complete = False
         self._states: set[ModelState] = {layer.module.te_state for layer in layers}
@@ -57,7 +57,7 @@ class TEProductProfile:
         """Whether this thread can stop it: any can."""
         return self.running
 
-    def start(self, take_over: bool = False, shapes: bool = True, begun: torch.nn.Module | None = None) -> bool:
+    def start(self, begun: torch.nn.Module | None = None) -> bool:
         """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)

@@ -19,11 +19,10 @@ from torch import nn
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.statistics import Cast
 from .. import hardware
-from ..cut_layers import note_whether_cut
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
-from ..layer_parts import part_obstacle
+from ..layer_parts import note_whether_cut, part_obstacle
 from . import cpu_scaled_mm
 from .fields import FIELDS, scaling_of
 from .library import products_in_high_precision

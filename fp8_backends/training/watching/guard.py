@@ -30,8 +30,7 @@ from ...words import counted, listed
 from ..auditing import parameters_of, steps_of, unwrapped
 from ..conversion import prepared_roots
 from ..observed import observed_of
-from .looks import Look, ScalingLooks, largest_of, on_its_way, spoiled
-from .loss_window import LossWindow
+from .looks import Look, LossWindow, ScalingLooks, largest_of, on_its_way, spoiled
 
 if TYPE_CHECKING:
     from ...recipes.handlers import Recipe
