@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.faults import Faults
 from ..numerics.formats import COMPUTE_DTYPES
+from ..numerics.modules import plain_name
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from ..numerics.statistics import Cast
@@ -126,6 +127,10 @@ class Compute(ABC):
     @abstractmethod
     def is_converted(self, module: nn.Module) -> bool:
         """Whether this module is one of this backend's FP8 layers."""
+
+    def converted_layers(self, root: nn.Module) -> dict[str, nn.Module]:
+        """This backend's FP8 layers in `root` by their plain names."""
+        return {plain_name(name): module for name, module in root.named_modules() if self.is_converted(module)}
 
     # Products
 

@@ -23,7 +23,6 @@ from ..states.gradient_release import is_dropped, is_released
 from ..words import counted, readable_bytes, share
 from . import conversion, saved_activations
 from .flops import Flops, count_flops, tokens_of
-from .observed import observed_of
 from .weight_products import FOREIGN_FP8
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     check_is_module(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
-    optimizers = [known for _, _, prepared in roots for known in observed_of(prepared).optimizers()]
+    optimizers = [known for _, _, prepared in roots for known in prepared.observed.optimizers()]
     if optimizer is not None:
         check_is_optimizer(optimizer)
         optimizers = [unwrapped(optimizer)]
@@ -142,7 +141,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    tokens = max((tokens_of(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
+    tokens = max((tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1)
     parts = [_read_root(result, *root, tokens) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.flops.needed for part in parts)
     result.flops_share = sum(part.flops.in_fp8 for part in parts) / needed if needed else 0.0
@@ -203,15 +202,9 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
     return None
 
 
-def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:
-    """The FP8 layers of a prepared root by name."""
-    is_converted = prepared.compute.is_converted
-    return {plain_name(name): module for name, module in root.named_modules() if is_converted(module)}
-
-
 def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
     """The converted layers of a root whose backend does not count its products; none where it does."""
-    layers = converted_layers(root, prepared)
+    layers = prepared.compute.converted_layers(root)
     if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
         return []
     high = prepared.compute.high_precision_products(prepared.recipe)
@@ -223,7 +216,7 @@ def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCoun
     """FP8 products of each converted layer, by its own counter or from the last profiled step."""
     return {
         name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
-        for name, module in converted_layers(root, prepared).items()
+        for name, module in prepared.compute.converted_layers(root).items()
     }
 
 
@@ -245,14 +238,14 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, 
     conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
     measures = RootMeasures(count_flops(root, prepared, counts, tokens))
-    for name, module in converted_layers(root, prepared).items():
+    for name, module in prepared.compute.converted_layers(root).items():
         full = _joined(prefix, name)
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
         measures.weights.append(module.weight)
         elements = full_shape(module.weight).numel()
         measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
-    seen = observed_of(prepared).gradient_dtypes
+    seen = prepared.observed.gradient_dtypes
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
     measures.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
     result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}

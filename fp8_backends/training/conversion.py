@@ -27,6 +27,7 @@ from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is
 from ..recipes.comparison import differences
 from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
+from .observed import Observed
 from .report import ConversionReport, NormLayer
 from .weight_products import (
     FP8,
@@ -72,8 +73,8 @@ class Prepared:
     """What others did to the root since, to be undone when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend that does not count by itself."""
-    observed: Any = field(default=None, repr=False, compare=False)
-    """What the first optimizer step showed (`observed.Observed`)."""
+    observed: Observed = field(default_factory=Observed, repr=False, compare=False)
+    """What the first optimizer step showed."""
 
     def __deepcopy__(self, memo: dict) -> Prepared:
         # a copied model has its own state; the backend has none, and stays the registered one

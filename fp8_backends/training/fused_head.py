@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -51,18 +52,11 @@ def output_head(root: nn.Module) -> nn.Module | None:
     """What `get_output_embeddings` of the model, or of the first part of it that has an answer, returns."""
     for module in root.modules():
         get = getattr(module, "get_output_embeddings", None)
-        # a backbone inherits the method without a head, and raises or returns None
-        head = _answer(get) if callable(get) else None
-        if isinstance(head, nn.Module):
-            return head
+        # a backbone inherits the method without a head, and returns None or raises whatever its code does
+        with contextlib.suppress(Exception):
+            if callable(get) and isinstance(head := get(), nn.Module):
+                return head
     return None
-
-
-def _answer(get) -> object:
-    try:
-        return get()
-    except Exception:  # whatever the model's own code raises, it names no head
-        return None
 
 
 def make_ordinary(root: nn.Module) -> None:

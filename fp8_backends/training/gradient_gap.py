@@ -83,7 +83,7 @@ class GradientGap:
         self.reference = list(self._gradients(work.float(), "fp32"))
         meter.detach()
         self.work = meter.work
-        if not all(math.isfinite(loss) and all(map(_is_finite, of.values())) for loss, of in self.reference):
+        if not all(math.isfinite(loss) and all(g.isfinite().all() for g in of.values()) for loss, of in self.reference):
             raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
         self.not_counted: list[str] = []
         """Parameters that do not count."""
@@ -143,7 +143,14 @@ class GradientGap:
                 loss.backward()
             after_step(work)
             self.passes += 1
-            yield loss.item(), {name: _plain(p.grad) for name, p in trained.items() if p.grad is not None}
+            yield (
+                loss.item(),
+                {
+                    name: p.grad.detach().to("cpu", torch.float32, copy=True)  # one in FP8 at its values
+                    for name, p in trained.items()
+                    if p.grad is not None
+                },
+            )
             work.zero_grad(set_to_none=True)
 
     def _floor(self) -> Measurement:
@@ -267,15 +274,6 @@ def _in_fp32(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _in_fp32(item) for key, item in value.items()}
     return type(value)(map(_in_fp32, value)) if type(value) in (list, tuple) else value
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in FP32 on the CPU, one in FP8 at its values."""
-    return gradient.detach().to("cpu", torch.float32, copy=True)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from ..numerics.engine import inside_backward
 from ..numerics.modules import inert_hook, is_traced, plain_name
 from .weight_products import CONVOLUTION, Found, find_weight_products
-
-if TYPE_CHECKING:
-    from .conversion import Prepared
 
 
 class Observed:
@@ -81,13 +78,6 @@ class Observed:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
         none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
         return {**self.__dict__, **none_yet, "wrapper": None}
-
-
-def observed_of(prepared: Prepared) -> Observed:
-    """The record of a prepared model; made when first asked for."""
-    if prepared.observed is None:
-        prepared.observed = Observed()
-    return prepared.observed
 
 
 def trainable_by_name(root: nn.Module) -> dict[str, bool]:

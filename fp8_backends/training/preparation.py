@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -32,9 +32,8 @@ from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
 from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations, scaling_state
-from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
+from .auditing import check_is_optimizer, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
-from .observed import observed_of
 from .watching import guard, monitor
 from .weight_products import offloaded_modules
 
@@ -68,7 +67,10 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     recipe = resolve(spec)
     if recipe.implementation == "original":
         return original.initialize(model, optimizer, recipe)
-    _check_types(model, optimizer)
+    order = "; the order is prepare(model, optimizer, spec)"
+    if optimizer is not None:
+        check_is_optimizer(optimizer, hint=order)
+    check_is_module(model, hint=order)
     rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
     if optimizer is not None:  # first: where it is refused, the model is as it was
         check_trains([model], [optimizer], recipe)
@@ -148,20 +150,9 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` where ranks share layers of the model and this setup does not go with that."""
     if (ranks := tensor_parallel.ranks(model)) > 1:
-        shared = replace(setup, tensor_parallel=ranks, experts_alone=_shares_out_experts_alone(model))
+        holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
+        shared = replace(setup, tensor_parallel=ranks, experts_alone=all(map(is_expert_parallel, holders)))
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
-
-
-def _shares_out_experts_alone(model: nn.Module) -> bool:
-    holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
-    return all(map(is_expert_parallel, holders))
-
-
-def _check_types(model: nn.Module, optimizer: Any) -> None:
-    order = "; the order is prepare(model, optimizer, spec)"
-    if optimizer is not None:
-        check_is_optimizer(optimizer, hint=order)
-    check_is_module(model, hint=order)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -239,7 +230,7 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
-    layers = converted_layers(root, prepared)
+    layers = prepared.compute.converted_layers(root)
     prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
         levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
@@ -297,7 +288,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
             for _, _, prepared in roots:
-                observed_of(prepared).wrapper = weakref.ref(wrapped)
+                prepared.observed.wrapper = weakref.ref(wrapped)
             ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
@@ -331,7 +322,7 @@ def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 
 def _connected_to(model: nn.Module) -> Iterable[DistributedDataParallel]:
     """The DDPs that `connect_ranks` has seen around a model or inside it. Accelerate lists models without their DDP."""
-    wrappers = (observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model))
+    wrappers = (prepared.observed.wrapper for _, _, prepared in prepared_roots(model))
     return [wrapped for each in wrappers if each is not None and (wrapped := each()) is not None]
 
 
@@ -407,7 +398,7 @@ class AfterStep:
     def add(self, models: list[nn.Module]) -> None:
         for _, root, prepared in (found for model in models for found in prepared_roots(model)):
             self.modules_of.setdefault(root, _identity(root))
-            left_out, observed = _left_out(root, prepared), observed_of(prepared)
+            left_out, observed = _left_out(root, prepared), prepared.observed
             observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -420,7 +411,7 @@ class AfterStep:
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
-                left_out = observed_of(prepared).left_out
+                left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
@@ -435,12 +426,12 @@ def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
     if (after_step := _after_step(optimizer)) is None:
         return True if type(optimizer).__module__.startswith("msamp") else None  # it proves nothing by itself
     found = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
-    return any(prepared and observed_of(prepared).proven for prepared in found)
+    return any(prepared and prepared.observed.proven for prepared in found)
 
 
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
     """Names of the trainable parameters that no optimizer of this root holds."""
-    held = set().union(*(parameter_ids(optimizer) for optimizer in observed_of(prepared).optimizers()))
+    held = set().union(*(parameter_ids(optimizer) for optimizer in prepared.observed.optimizers()))
     return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
 
 

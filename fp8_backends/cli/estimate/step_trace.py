@@ -37,7 +37,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
+from ...training.auditing import inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
 from ...training.observed import Work, WorkMeter
 from ...training.weight_products import find_weight_products
@@ -490,7 +490,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "outside": _elements(model) - sum(map(_elements, blocks)),
     }
     for _, root, prepared in conversion.prepared_roots(model):
-        for layer in converted_layers(root, prepared).values():
+        for layer in prepared.compute.converted_layers(root).values():
             sizes["converted"] += layer.weight.numel()
         sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
     return sizes

@@ -30,7 +30,7 @@ from ...numerics.engine import inside_backward
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import owner_of, plain_name
+from ...numerics.modules import owner_of
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
@@ -122,7 +122,7 @@ class NativeCompute(Compute):
         return fp8_experts.build(experts, parts, layer_rule(recipe), shared, recipe.amax_history_len)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
-        layer = next((layer for _, layer in self._layers(root)), None)
+        layer = next(filter(self.is_converted, root.modules()), None)
         if layer is not None and self.engine(layer) == EMULATED:
             logger.warning(
                 "FP8 products of %s are emulated on %s: same numbers, no speed; bf16 is faster",
@@ -134,7 +134,7 @@ class NativeCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            freeze(root, dict(self._layers(root)))
+            freeze(root, self.converted_layers(root))
 
     def takes_block_codes(self, recipe: Recipe) -> bool:
         return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
@@ -187,7 +187,7 @@ class NativeCompute(Compute):
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
         codes = {}
-        for _, layer in self._layers(root):
+        for layer in filter(self.is_converted, root.modules()):
             codes[owner_of(layer)] = (WeightCodes if isinstance(layer, FP8Products) else ExpertCodes)(layer)
         # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
         # among it, and no number differs. A stock model's weights are the user's to read in forward
@@ -227,15 +227,12 @@ class NativeCompute(Compute):
 
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
         """Layers by the names of their states, which differ from rule to rule, as the states do."""
-        for name, layer in self._layers(root):
+        for name, layer in self.converted_layers(root).items():
             if layer.fp8_rule.scaling in STATEFUL:
-                yield f"{plain_name(name)}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
-        return {layer.fp8_shared for _, layer in self._layers(root)}
-
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
-        return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
+        return {layer.fp8_shared for layer in root.modules() if self.is_converted(layer)}
 
 
 class RollDelayedStates:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.faults import AMAX, POSITIVE, Faults
-from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
@@ -40,7 +38,6 @@ from .fields import FIELDS
 if TYPE_CHECKING:
     from .conv1d import TEConv1D
     from .experts import TEExperts, TEExpertWeight
-    from .layer import TELayer
     from .linear import TELinear, TEProducts
     from .profile import TEProductProfile
     from .region import ModelState
@@ -171,14 +168,14 @@ class TransformerEngineCompute(Compute):
         root.register_forward_hook(around.after, always_call=True)
 
     def after_optimizer_step(self, root: nn.Module) -> None:
-        for _, layer in self._layers(root):
+        for layer in filter(self.is_converted, root.modules()):
             layer.te_cast_weight = None
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
             from .weights import freeze
 
-            freeze(root, dict(self._layers(root)))
+            freeze(root, self.converted_layers(root))
 
     def is_converted(self, module: nn.Module) -> bool:
         layer = sys.modules.get(f"{__package__}.layer")
@@ -228,7 +225,7 @@ class TransformerEngineCompute(Compute):
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
             f"{name}.te_{part}": tensor
-            for name, layer in self._layers(root)
+            for name, layer in self.converted_layers(root).items()
             for part, tensor in layer.scaling_state().items()
         }
 
@@ -240,12 +237,9 @@ class TransformerEngineCompute(Compute):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
-        for name, layer in self._layers(root):
+        for name, layer in self.converted_layers(root).items():
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
-
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELayer]]:
-        return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
 
 
 def _checked(carrier: TEProducts, recipe: Recipe) -> TEProducts:

@@ -123,7 +123,8 @@ class ScalingLooks:
             recipe = prepared.recipe
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
             reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
-            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), _warm_from(recipe)))
+            warm_from = WINDOW if recipe.scaling == "window" else 1
+            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), warm_from))
             stuck.append(scaling_faults.is_invalid(states, reads_history))
             rolls.append(states[..., ROLLS])
             records.append(states[..., HISTORY] != 0)
@@ -173,10 +174,6 @@ class ScalingLooks:
 def _rows(state: torch.Tensor) -> torch.Tensor:
     """The states that a live tensor holds: int32 [states, 3, 2 + history length]."""
     return state.reshape(-1, *state.shape[-2:])
-
-
-def _warm_from(recipe: Recipe) -> int:
-    return WINDOW if recipe.scaling == "window" else 1
 
 
 def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:

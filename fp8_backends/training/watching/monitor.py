@@ -38,10 +38,9 @@ from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
 from ...words import listed, share
-from ..auditing import converted_layers, steps_of
+from ..auditing import steps_of
 from ..conversion import PREPARED, prepared_roots
 from ..layer_filter import NamePattern
-from ..observed import observed_of
 from ..weight_products import FP8
 from .guard import guard_of
 
@@ -84,7 +83,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
     if not recipe.monitor_every:
         return
     roots = [root for model in models for root in prepared_roots(model)]
-    roots = [root for root in roots if observed_of(root[2]).optimizers()[:1] == [optimizer]]
+    roots = [root for root in roots if root[2].observed.optimizers()[:1] == [optimizer]]
     if monitor is None:
         monitor = Monitor(recipe)
         optimizer.register_step_post_hook(monitor)
@@ -118,7 +117,11 @@ class Monitor:
         """What the log has named already."""
 
     def add(self, prefix: str, root: nn.Module, prepared: Prepared) -> None:
-        _check_patterns(self.recipe, prepared)
+        products = [product for product in prepared.report.products if product.state == FP8]
+        for text in self.recipe.monitor_layers or ():
+            if not any(map(NamePattern(text).matches, products)):
+                names = listed(product.name for product in products)
+                raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
         self.roots[root] = prefix
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -207,12 +210,12 @@ class Watched:
             for product in prepared.report.products
             if any(pattern.matches(product) for pattern in patterns)
         }
-        self.layers = {name: each for name, each in converted_layers(root, prepared).items() if name in wanted}
+        self.layers = {name: each for name, each in prepared.compute.converted_layers(root).items() if name in wanted}
 
     @property
     def runs_compiled(self) -> bool:
         """Whether some layer took no part in the first step that Python saw."""
-        return "torch._dynamo" in sys.modules and not self.layers.keys() <= observed_of(self.prepared).work.keys()
+        return "torch._dynamo" in sys.modules and not self.layers.keys() <= self.prepared.observed.work.keys()
 
 
 class Sample:
@@ -290,7 +293,7 @@ class Sample:
     def numbers(self) -> dict[tuple[str, str], Numbers]:
         """All that was counted, with what a level stores, by layer and tensor. Waits for the device."""
         for each in self.watched:
-            optimizers = observed_of(each.prepared).optimizers()
+            optimizers = each.prepared.observed.optimizers()
             for name, layer in each.layers.items():
                 for what, tensor in _stored_of(layer.weight, optimizers).items():
                     self.counted[name, what] = _of_stored(tensor)
@@ -324,14 +327,6 @@ def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
 def _of_stored(tensor: ScaledTensor) -> Statistics:
     fmt, amax = FORMATS[tensor._data.dtype], tensor_amax_of(tensor.dequantize(torch.float32))
     return statistics_of_codes(tensor._data, tensor._scale_inv, amax.sqrt() if fmt is ROOT8 else amax, fmt)
-
-
-def _check_patterns(recipe: Recipe, prepared: Prepared) -> None:
-    products = [product for product in prepared.report.products if product.state == FP8]
-    for text in recipe.monitor_layers or ():
-        if not any(map(NamePattern(text).matches, products)):
-            names = listed(product.name for product in products)
-            raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
 
 
 def _ends_within_a_line(path: Path) -> bool:
