@@ -24,8 +24,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
-from .. import expert_functions, hardware
-from ..chips import INSTALL_TE
+from .. import chips, expert_functions, hardware
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
@@ -65,16 +64,24 @@ class TransformerEngineCompute(Compute):
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                f"{INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
+                f"{chips.INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
                 f"{_INSTEAD}",
             )
         if not _has_compiled_part():
             return Availability(
                 False,
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
-                f"{INSTALL_TE}, or {_INSTEAD}",
+                f"{chips.INSTALL_TE}, or {_INSTEAD}",
             )
-        supported, reason = _device_support()
+        if "transformer_engine.pytorch" in sys.modules:  # which knows the versions of driver and libraries
+            from .recipes import device_support
+
+            supported, reason = device_support("delayed")
+        else:
+            chip = hardware.chip()
+            cell = chips.cell_of("te:delayed", chip)
+            supported = cell.state_with(hardware.cuda_release()) != chips.REFUSED
+            reason = f"{chips.NOTES[cell.note].reason} (here: {chip.title})" if cell.note else ""
         if not supported:
             return Availability(False, reason, _INSTEAD)
         return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
@@ -287,18 +294,3 @@ def _has_compiled_part() -> bool:
         return True
     package = Path(importlib.util.find_spec("transformer_engine").origin).parent
     return any(any(folder.glob(f"*{name}*")) for folder in (package, package / "wheel_lib"))
-
-
-def _device_support() -> tuple[bool, str]:
-    """Whether the device can multiply FP8 matrices, and why not: asked of TransformerEngine only where it is loaded."""
-    if "transformer_engine.pytorch" in sys.modules:
-        from .recipes import device_support
-
-        return device_support("delayed")
-    if not hardware.has_gpu():
-        return False, "TransformerEngine runs on NVIDIA GPUs, and there is none here"
-    if not hardware.capabilities():
-        return False, "TransformerEngine runs on NVIDIA GPUs, and this one is AMD's"
-    if not hardware.fp8_products():
-        return False, f"this GPU has no FP8 products: compute capability {hardware.lowest_capability()}, 8.9 is needed"
-    return True, ""
