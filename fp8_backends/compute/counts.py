@@ -1,4 +1,4 @@
-"""The three products of a layer, and how many of them ran in FP8."""
+"""Counts of the three products of a layer in FP8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECOMPUTED = "recomputed"
 
 @dataclass
 class ProductCounts:
-    """FP8 products that one layer has run since it was prepared."""
+    """FP8 products of one layer since it was prepared."""
 
     fprop: int = 0
     """Forward products, recomputation left out."""

@@ -39,9 +39,9 @@ def refuse_transforms() -> None:
 
 
 def saved_by_name(weight: torch.nn.Parameter) -> contextlib.AbstractContextManager:
-    """Let autograd save the Parameter in place of views of its data, which backward makes anew. DeepSpeed's ZeRO-3
-    takes the gathered data out of it after forward, and a saved `weight.t()` would hold that of the whole model. Does
-    nothing for other weights."""
+    """Let autograd save the Parameter in place of views of its data, and recreate the views in backward. DeepSpeed's
+    ZeRO-3 takes the gathered data out of it after forward: saved views such as `weight.t()` would hold the weights of
+    the whole model. Does nothing for other weights."""
     if not hasattr(weight, "ds_id"):
         return contextlib.nullcontext()
 

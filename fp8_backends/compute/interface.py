@@ -29,7 +29,7 @@ from .profiling import Layer, ProductProfile
 
 
 class Recipe(Protocol):
-    """What a backend reads of a resolved recipe (`recipes.handlers.Recipe`): its name, and the fields it declares."""
+    """A resolved recipe (`recipes.handlers.Recipe`), as far as backends read it: its name and the declared fields."""
 
     name: str
     """The canonical backend string."""
@@ -40,7 +40,7 @@ class Recipe(Protocol):
     """The fields that the user gave."""
 
     def __getattr__(self, name: str) -> Any:
-        """The value of a field."""
+        """Return the value of a field."""
 
 
 class Compute(ABC):
@@ -49,34 +49,34 @@ class Compute(ABC):
     name: str
     """The name in a backend string: `native`, `te`, `ao`."""
     scalings: tuple[str, ...]
-    """Scaling rules that a backend string may name after the backend."""
+    """Scaling rules for backend strings, named after the backend."""
     default_scaling: str
     level_scaling: str = ""
-    """The default at a level above O0, where it is another one."""
+    """The default at levels above O0, if it differs."""
     unnamed_scalings: tuple[str, ...] = ()
-    """Scaling rules that no string names and a field may stand for (`Field.names_scaling`)."""
+    """Scaling rules chosen by a field instead of a string (`Field.names_scaling`)."""
     levels: tuple[str, ...] = ("O0",)
-    """MS-AMP levels that this backend can be combined with."""
+    """Supported MS-AMP levels."""
     fields: tuple[Field | str, ...] = ()
-    """Recipe fields that this backend reads besides those of every recipe: its own, or names of this package's."""
+    """Recipe fields read besides the common ones: declarations, or names of this package's fields."""
     casts_by: str = ""
     """The source of `cast_of` in words, for `monitor_every`; empty if the backend has no `cast_of`."""
     takes_conv1d: bool = False
-    """Whether it has `build_conv1d`."""
+    """True for a backend with `build_conv1d`."""
     defers_head: bool = False
-    """Whether it has `build_head`."""
+    """True for a backend with `build_head`."""
 
     @abstractmethod
     def availability(self) -> Availability:
-        """Whether this backend can run on this machine, and the fix where it cannot. Cheap; imports nothing heavy."""
+        """Return if this backend can run on this machine, with the fix if not. Cheap; imports nothing heavy."""
 
     def check(self, recipe: Recipe) -> None:
-        """Raise `RecipeError` for a resolved recipe that cannot be honoured on any machine. Asks no hardware."""
+        """Raise `RecipeError` for a resolved recipe that no machine can honour. Reads no hardware."""
 
     # Layers
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
+        """Return the reason to keep this layer in high precision, or None if it can run in FP8."""
         if linear.weight.dtype not in COMPUTE_DTYPES:
             return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
         if 0 in full_shape(linear.weight):
@@ -84,67 +84,69 @@ class Compute(ABC):
         return None
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
-        """State that all converted layers of one prepared model share (None when there is none)."""
+        """Return state for all converted layers of one prepared model to share, or None."""
         return None
 
     @abstractmethod
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """A module that computes `linear` in FP8 and holds the same Parameter objects.
+        """Return a carrier: a module that computes `linear` in FP8 and holds the same Parameter objects.
 
-        It is a carrier: conversion moves its class and its added attributes and buffers onto `linear`, so that the
-        module object, its Parameters, hooks, flags and every other reference to it survive. `shared` is what
-        `new_shared` returned for this model.
+        Conversion moves its class and its added attributes onto `linear`, so that the module object, its Parameters,
+        hooks, flags and every other reference to it survive.
+
+        Args:
+            shared: the result of `new_shared` for this model.
         """
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
-        """`build` for transformers' `Conv1D`, whose weight is [in, out], if `takes_conv1d`.
+        """Do as `build` for transformers' `Conv1D` with its weight [in, out], if `takes_conv1d`.
 
-        The carrier's class is a `Conv1D` and no `nn.Linear`, by which others such as PEFT tell the layout, and has
-        `in_features` and `out_features`. Called for layers that fit: `unfit` gets a Linear of the same sizes and dtype.
+        The carrier's class is a `Conv1D` and no `nn.Linear`, since PEFT and others tell the layout by it, and has
+        `in_features` and `out_features`. `unfit` was called before, with a Linear of the same sizes and dtype.
         """
         raise NotImplementedError
 
     def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """`build` for the output head under `fused_head`, if `defers_head`: the carrier is a
-        `deferred_logits.DefersLogits`, which multiplies in chunks of tokens without whole logits."""
+        """Do as `build` for the output head under `fused_head`, if `defers_head`. The carrier is a
+        `deferred_logits.DefersLogits`: it multiplies in chunks of tokens, without whole logits."""
         raise NotImplementedError
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        """`unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
+        """Do as `unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
         return f"expert weights in one 3-D Parameter: {self.name} has no products for them (native and te have)"
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
-        """A remark for the report on experts in FP8, beyond the recipe's name."""
+        """Return a remark for the report on experts in FP8, or None."""
         return None
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
-        """Stand-ins for these Parameters, which run the module with them in FP8. Called for parts that fit."""
+        """Return stand-ins for these Parameters that run the module in FP8. Called for parts that fit."""
         raise NotImplementedError
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
-        """Install what the backend needs on the prepared root (hooks), after its layers were converted."""
+        """Install hooks on the prepared root, after its layers were converted."""
 
     @abstractmethod
     def is_converted(self, module: nn.Module) -> bool:
-        """Whether this module is one of this backend's FP8 layers."""
+        """Return True for an FP8 layer of this backend."""
 
     def converted_layers(self, root: nn.Module) -> dict[str, nn.Module]:
-        """This backend's FP8 layers in `root` by their plain names."""
+        """Return this backend's FP8 layers in `root` by their plain names."""
         return {plain_name(name): module for name, module in root.named_modules() if self.is_converted(module)}
 
     # Products
 
     @abstractmethod
     def engine(self, module: nn.Module) -> str:
-        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, …"""
+        """Name the engine for this layer's products on the weight's device: `scaled_mm`, `bf16-exact`, …"""
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        """Which of fprop, dgrad and wgrad the recipe keeps in high precision on purpose."""
+        """Return the kinds (fprop, dgrad, wgrad) kept in high precision by this recipe."""
         return ()
 
     def products(self, module: nn.Module) -> ProductCounts | None:
-        """FP8 products of a converted layer since it was prepared; None if the layer does not count them, and one
-        profiled step is to prove them."""
+        """Count the FP8 products of a converted layer since it was prepared. None if layers do not count: then one
+        profiled step proves them."""
         return None
 
     def profile(self, layers: list[Layer]) -> ProductProfile:
@@ -158,28 +160,28 @@ class Compute(ABC):
         theirs afterwards."""
 
     def transient_bytes_per_element(self, module: nn.Module) -> float:
-        """Bytes per weight element of copies that live from forward to backward, such as the weight's FP8 codes."""
+        """Return bytes per weight element of copies kept from forward to backward, such as the weight's FP8 codes."""
         return 0.0
 
     def takes_block_codes(self, recipe: Recipe) -> bool:
-        """Whether it multiplies frozen weights with the codes and scales of an FP8 checkpoint (`BlockCodes`)."""
+        """Return True if frozen weights keep the codes and scales of an FP8 checkpoint (`BlockCodes`) in products."""
         return False
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
-        """Set whether the FP8 codes of a forward serve later forwards too, until the weight changes."""
+        """Keep the FP8 codes of a forward for later forwards until the weight changes, or stop doing so."""
 
     def weight_codes(self, module: nn.Module) -> Quantized | None:
-        """The codes that this converted layer's forward multiplies by now, in the layout of the weight, and their
-        scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
+        """Return the codes that this converted layer's forward multiplies by now, in the layout of the weight, and
+        their scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
         return None
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
-        """The codes by which FSDP2 gathers weights, by module and parameter name: objects as `comm.gathers.Travelling`
-        describes them. Weights without an entry travel as they are stored."""
+        """Map (module, parameter name) to the codes for FSDP2 to gather, objects as `comm.gathers.Travelling` describes
+        them. Weights without an entry travel as they are stored."""
         return {}
 
     def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        """How this converted layer casts a tensor in the forward and backward that run now. None if it does not, or if
+        """Return how this converted layer casts a tensor in the running forward or backward; None if it does not, or if
         that is not known.
 
         Args:
@@ -192,23 +194,23 @@ class Compute(ABC):
     # Scaling rules that remember earlier steps
 
     def after_optimizer_step(self, root: nn.Module) -> None:
-        """Called after each step of an optimizer that trains the prepared root: its weights have changed."""
+        """Take note that an optimizer step has changed the weights of the prepared root."""
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Plain tensors by layer name that make a resumed run equal to the bit. Empty for a rule without state."""
+        """Return plain tensors by layer name, for a resumed run equal to the bit. Empty for a rule without state."""
         return {}
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        """The live states that ranks agree on, int32 [3, 2 + history length] each as in `numerics.scaling`. Empty for a
-        rule without state, or if the backend agrees on them itself."""
+        """Return the live states for ranks to agree on, int32 [3, 2 + history length] each as in `numerics.scaling`.
+        Empty for a rule without state, or if the backend agrees on them itself."""
         return []
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Raise `FP8BackendError` for a state that `scaling_state` of this root did not return: of other layers or
-        another history, or with numbers that the rule does not make. Names the layer, and changes nothing."""
+        """Raise `FP8BackendError`, naming the layer, for a state of other layers or another history, or with numbers
+        that the rule does not make. Changes nothing."""
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `scaling_state` returned. Raises what `check_scaling_state` raises, and changes nothing then."""
+        """Restore the result of `scaling_state`. Raises as `check_scaling_state` does, and changes nothing then."""
 
 
 # Norms and activations
@@ -273,11 +275,11 @@ def check_saved_states(
     saved: Mapping[str, torch.Tensor],
     look_at: Callable[[Faults, torch.Tensor, str], None],
 ) -> None:
-    """Raise `FP8BackendError` where a saved scaling state differs from the model's own in names, dtypes or shapes, or
-    holds what it must not.
+    """Raise `FP8BackendError` if a saved scaling state differs from the model's own in names, dtypes or shapes, or has
+    wrong numbers.
 
     Args:
-        look_at: looks at one saved state, with its name.
+        look_at: adds the faults of one saved state, given its name.
     """
     if own.keys() != saved.keys():
         old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, own))
@@ -298,7 +300,7 @@ def check_saved_states(
 
 
 def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:
-    """How a saved scaling state differs in kind from the model's own."""
+    """Return how a saved scaling state differs in kind from the model's own."""
     if not isinstance(saved, torch.Tensor) or saved.dtype != own.dtype or saved.is_meta or saved.layout != own.layout:
         return f"is no tensor of {own.dtype} with values. {_DAMAGED}"
     if saved.shape != own.shape:

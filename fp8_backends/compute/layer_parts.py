@@ -14,16 +14,16 @@ from ..numerics.sharded_tensor import is_distributed
 
 
 def is_parallel(layer: nn.Module) -> bool:
-    """Whether PyTorch's styles or transformers' have made this layer a part of several ranks' work."""
+    """Return True if a style of PyTorch or transformers shares this layer out over ranks."""
     return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
 
 
 def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None:
-    """Why the parts of a layer cannot be multiplied, or None.
+    """Return the reason why the parts of a layer cannot be multiplied, or None.
 
     Args:
-        multiple: of how many features the products take multiples.
-        otherwise: what follows from others, and what to do.
+        multiple: products take features in multiples of this.
+        otherwise: the consequence for other sizes, and the remedy.
     """
     if not is_parallel(layer) or not is_distributed(weight := layer.weight):
         return None
@@ -43,13 +43,13 @@ def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None
 
 
 def note_whether_cut(layer: nn.Module) -> None:
-    """Remember of a layer that is prepared whether its weight lies on several ranks by now."""
+    """Record on a prepared layer if its weight is distributed by now."""
     layer.fp8_prepared_cut = is_distributed(layer.weight)
 
 
 def refuse_cut_since(layer: nn.Module, seen: torch.Tensor) -> None:
-    """Raise `FP8BackendError` where `seen`, an input or a state of the layer, is a DTensor and the weight was none when
-    the layer was prepared. The weight itself may be one of FSDP2's."""
+    """Raise `FP8BackendError` if `seen`, an input or a state, is a DTensor, and the weight became one after `prepare`.
+    The weight alone may be one of FSDP2's."""
     if is_distributed(seen) and is_distributed(layer.weight) and not layer.fp8_prepared_cut:
         raise FP8BackendError(
             f"an FP8 layer {layer.in_features} -> {layer.out_features} was cut over ranks after it was prepared: call "

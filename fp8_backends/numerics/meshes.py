@@ -31,8 +31,8 @@ def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 
 
 def agreed_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """The elementwise maximum over the ranks of these groups (None: all ranks): a new tensor of any shape, of the same
-    integers or in FP32. NaN comes out as inf, since a maximum may lose a NaN."""
+    """Return the elementwise maximum over the ranks of these groups (None: all ranks) as a new tensor of the same
+    shape: integers in their dtype, other values in FP32. NaN becomes inf, since a maximum may lose a NaN."""
     if values.is_meta:
         return values
     if values.is_floating_point():
