@@ -26,7 +26,7 @@ from torch import nn
 
 from ..numerics.engine import call_when_backward_ends, inside_backward
 from ..numerics.meshes import agreed_over
-from ..numerics.modules import inert_hook
+from ..numerics.modules import TemporaryHook
 from ..numerics.scaling import ROLLS, SCALE
 from ..numerics.sharded_tensor import is_distributed
 
@@ -44,7 +44,7 @@ class Collective(Protocol):
         """Forget what is in flight: the pass failed before its end."""
 
 
-class BackwardPass:
+class BackwardPass(TemporaryHook):
     """Forward hook of a wrapped model. When a backward pass whose gradients travel ends, its collectives finish.
 
     Args:
@@ -100,9 +100,6 @@ class BackwardPass:
         self.running, self.expected, self.stayed = False, False, _nowhere
         for collective in self.collectives:
             collective.reset()
-
-    def __reduce__(self):
-        return inert_hook, ()  # copies and unpickled models are not connected
 
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:

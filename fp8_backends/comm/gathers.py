@@ -27,7 +27,7 @@ from ..numerics.engine import inside_backward
 from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
 from ..numerics.meshes import agreed_over
-from ..numerics.modules import inert_hook
+from ..numerics.modules import TemporaryHook
 from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale
 from ..words import counted
 from .fsdp2 import fsdp_modules
@@ -232,7 +232,7 @@ class WeightShard:
         return parts if self.codes.amax is None else parts | {AMAX: self.codes.amax}
 
 
-class _Before:
+class _Before(TemporaryHook):
     """`fsdp_pre_all_gather` of one shard."""
 
     def __init__(self, shard: WeightShard) -> None:
@@ -241,11 +241,8 @@ class _Before:
     def __call__(self, mesh, outer_size, outer_stride, module, mp_policy):
         return self.shard.inputs()
 
-    def __reduce__(self):  # copies of a shard are gathered by nobody
-        return inert_hook, ()
 
-
-class _After:
+class _After(TemporaryHook):
     """`fsdp_post_all_gather` of one shard."""
 
     def __init__(self, shard: WeightShard) -> None:
@@ -258,9 +255,6 @@ class _After:
         out.parts.clear()
         out.parts.update(parts)
         return None
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 @torch.no_grad()
@@ -292,7 +286,7 @@ def _maxima(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch
     return [agreed[i] for i in range(len(tensors))]
 
 
-class Gathers:
+class Gathers(TemporaryHook):
     """Forward pre-hook of FSDP2 modules: settles, before the outermost of them runs, what is gathered of each weight
     beneath it."""
 
@@ -323,11 +317,8 @@ class Gathers:
             self.beneath[module] = [shard for shard in self.shards if inside.intersection(shard.group.modules)]
         return self.beneath[module]
 
-    def __reduce__(self):
-        return inert_hook, ()
 
-
-class AfterForward:
+class AfterForward(TemporaryHook):
     """Forward hook of FSDP2 modules: ends what `Gathers` has begun."""
 
     def __init__(self, gathers: Gathers) -> None:
@@ -335,9 +326,6 @@ class AfterForward:
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.gathers._end(self.gathers, module)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 def _begin(gathers: Gathers, module: nn.Module) -> None:

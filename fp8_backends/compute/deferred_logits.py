@@ -37,16 +37,9 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default)
 _READS_MEMORY = tuple(
     getattr(torch.Tensor, name)
     for name in (
-        "__repr__",
-        "__format__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "__array__",
-        "__dlpack__",
-        "numpy",
-        "tolist",
+        *("__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "numpy", "tolist"),
+        *("item", "data_ptr", "untyped_storage", "storage", "share_memory_"),
     )
-    + ("item", "data_ptr", "untyped_storage", "storage", "share_memory_")
 )
 _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 

@@ -66,6 +66,9 @@ class Compute(ABC):
     defers_head: bool = False
     """True for a backend with `build_head`."""
 
+    def __deepcopy__(self, memo: dict) -> Compute:
+        return self  # a copied model has the registered backend
+
     @abstractmethod
     def availability(self) -> Availability:
         """Return if this backend can run on this machine, with the fix if not. Cheap; imports nothing heavy."""

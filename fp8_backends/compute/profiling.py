@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
-from ..numerics.modules import inert_hook, is_traced, renumber
+from ..numerics.modules import TemporaryHook, is_traced, renumber
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
@@ -269,7 +269,7 @@ def _hooked(marks: _Marks) -> list[RemovableHandle]:
     return handles
 
 
-class _Marks:
+class _Marks(TemporaryHook):
     """Forward hook before and after layers that opens and closes a layer's range. In a copied model it is inert."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -289,9 +289,6 @@ class _Marks:
         range_ = record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}")
         range_.__enter__()
         around.append(range_)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 class _Event:

@@ -9,7 +9,6 @@ and its state, weak references. The 3-D weights of experts are the exception: wh
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -75,13 +74,6 @@ class Prepared:
     """Counts of the last profiled step, for a backend that does not count by itself."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
     """What the first optimizer step showed."""
-
-    def __deepcopy__(self, memo: dict) -> Prepared:
-        # a copied model has its own state; the backend has none, and stays the registered one
-        memo[id(self.compute)] = self.compute
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return copied
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:

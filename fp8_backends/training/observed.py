@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..numerics.engine import inside_backward
-from ..numerics.modules import inert_hook, is_traced, plain_name
+from ..numerics.modules import TemporaryHook, is_traced, plain_name
 from .weight_products import CONVOLUTION, Found, find_weight_products
 
 
@@ -110,7 +110,7 @@ class Work:
         self.backward = True
 
 
-class WorkMeter:
+class WorkMeter(TemporaryHook):
     """Forward hooks on the modules of a model that write `work`, by the names of the weight products.
 
     A module that compiled code runs, whose weight had no size yet, or whose forward is never called because another
@@ -153,7 +153,9 @@ class WorkMeter:
         needs_gradient = bool(differentiable) and any(tensor.requires_grad for tensor in inputs)
         for each in self._products[module]:
             work = self.work.setdefault(each.product.name, Work())
-            work.input_gradient |= needs_gradient or _reads_hidden_states(each)
+            # the gradient of hidden states that the module has made itself is needed in any case
+            reads_hidden_states = isinstance(module, nn.RNNBase) and not each.part.startswith("weight_ih_l0")
+            work.input_gradient |= needs_gradient or reads_hidden_states
             for tensor in differentiable:
                 # deferred logits have a way of their own: a loss may need no gradient of them
                 getattr(tensor, "when_backward", tensor.register_hook)(work.note_backward)
@@ -161,9 +163,6 @@ class WorkMeter:
                 rows = _rows(each, inputs, outputs[0])
                 work.rows += rows
                 work.flops += rows * _flops_of_a_row(each)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 def _rows(each: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
@@ -180,11 +179,6 @@ def _rows(each: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> floa
 
 _ATTENTION_INPUTS = {"q_proj_weight": 0, "k_proj_weight": 1, "v_proj_weight": 2}
 """Which input of an attention module its weight is multiplied by, where query, key and value have one each."""
-
-
-def _reads_hidden_states(each: Found) -> bool:
-    """Whether it multiplies what the module itself has made, so that the gradient of its input is needed anyway."""
-    return isinstance(each.module, nn.RNNBase) and not each.part.startswith("weight_ih_l0")
 
 
 def _flops_of_a_row(each: Found) -> float:

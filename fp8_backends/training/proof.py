@@ -25,7 +25,7 @@ from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
-from ..numerics.modules import inert_hook, is_traced, plain_name
+from ..numerics.modules import TemporaryHook, is_traced, plain_name
 from . import conversion
 from .auditing import (
     count_products,
@@ -250,7 +250,7 @@ class FirstStep:
             }
 
 
-class ForwardHook:
+class ForwardHook(TemporaryHook):
     """Tells a `FirstStep` that a forward of its model begins or has ended, also by an exception. Inert in a copied or
     unpickled model, and compiled."""
 
@@ -260,9 +260,6 @@ class ForwardHook:
     def __call__(self, module: nn.Module, args, *output: object) -> None:
         if not is_traced():
             self.first_step.after_forward(*output) if output else self.first_step.before_forward(module)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:

@@ -32,7 +32,7 @@ from ...compute.interface import Compute
 from ...errors import RecipeError
 from ...numerics.engine import inside_backward
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
-from ...numerics.modules import CONVERSION, inert_hook, is_traced
+from ...numerics.modules import CONVERSION, TemporaryHook, is_traced
 from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...numerics.sharded_tensor import local_part
@@ -300,7 +300,7 @@ class Sample:
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
 
 
-class Hook:
+class Hook(TemporaryHook):
     """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -309,9 +309,6 @@ class Hook:
     def __call__(self, *args) -> None:
         if not is_traced():
             self.call(*args)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ScaledTensor]:
