@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..numerics.engine import call_when_backward_ends
-from ..numerics.modules import inert_hook
-from ..numerics.scaling import HISTORY, ROLLS, SCALE
+from ..numerics.engine import call_when_backward_ends, inside_backward
+from ..numerics.meshes import agreed_over
+from ..numerics.modules import TemporaryHook
+from ..numerics.scaling import ROLLS, SCALE
 from ..numerics.sharded_tensor import is_distributed
 
 States = Callable[[], list[torch.Tensor]]
@@ -43,7 +44,7 @@ class Collective(Protocol):
         """Forget what is in flight: the pass failed before its end."""
 
 
-class BackwardPass:
+class BackwardPass(TemporaryHook):
     """Forward hook of a wrapped model. When a backward pass whose gradients travel ends, its collectives finish.
 
     Args:
@@ -100,16 +101,13 @@ class BackwardPass:
         for collective in self.collectives:
             collective.reset()
 
-    def __reduce__(self):
-        return inert_hook, ()  # copies and unpickled models are not connected
-
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
     """Hook the outputs of a forward whose gradients will travel. This is no method: the object keeps the wrapped
     function, and the function must not keep the object."""
     if not torch.is_grad_enabled():
         return
-    if backward.running and torch._C._current_graph_task_id() == -1:
+    if backward.running and not inside_backward():
         backward.reset()  # this forward runs outside any backward, so the last backward did not reach its end
     backward.expected = backward.travels(module)
     backward.stayed = _nowhere if backward.expected else weakref.ref(module)
@@ -211,7 +209,7 @@ def agree_on_scaling(
     message = torch.cat([_message(table).flatten() for table in tables])
     if not contributes:
         message.fill_(float("-inf"))
-    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    message = agreed_over(message, [group])
     for members, table, part in zip(
         alike.values(), tables, message.split([table.numel() for table in tables]), strict=True
     ):
@@ -224,8 +222,6 @@ def _message(state: torch.Tensor) -> torch.Tensor:
     message = state.view(torch.float32).clone()
     message.select(-1, SCALE).neg_()
     message.select(-1, ROLLS).copy_(state.select(-1, ROLLS))  # as a number: exact up to 2**24
-    history = message[..., HISTORY:]
-    history.masked_fill_(history.isnan(), float("inf"))
     return message
 
 

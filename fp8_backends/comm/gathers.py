@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
 from ..numerics.meshes import agreed_over
-from ..numerics.modules import inert_hook
+from ..numerics.modules import TemporaryHook
 from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale
 from ..words import counted
 from .fsdp2 import fsdp_modules
@@ -204,7 +205,7 @@ class WeightShard:
         every, state = self.codes.products, self.group._training_state.name
         if state == "PRE_BACKWARD" and not self.codes.recomputed:
             return every[-1:]
-        if state == "FORWARD" and self.group._reshard_after_forward and not _inside_backward():
+        if state == "FORWARD" and self.group._reshard_after_forward and not inside_backward():
             return every[:1]
         return every  # gathered once for both; a forward that backward runs again may end before it is resharded
 
@@ -231,7 +232,7 @@ class WeightShard:
         return parts if self.codes.amax is None else parts | {AMAX: self.codes.amax}
 
 
-class _Before:
+class _Before(TemporaryHook):
     """`fsdp_pre_all_gather` of one shard."""
 
     def __init__(self, shard: WeightShard) -> None:
@@ -240,11 +241,8 @@ class _Before:
     def __call__(self, mesh, outer_size, outer_stride, module, mp_policy):
         return self.shard.inputs()
 
-    def __reduce__(self):  # copies of a shard are gathered by nobody
-        return inert_hook, ()
 
-
-class _After:
+class _After(TemporaryHook):
     """`fsdp_post_all_gather` of one shard."""
 
     def __init__(self, shard: WeightShard) -> None:
@@ -257,9 +255,6 @@ class _After:
         out.parts.clear()
         out.parts.update(parts)
         return None
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 @torch.no_grad()
@@ -286,16 +281,12 @@ def _maxima(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch
         if not of_dtype:
             continue
         message = torch.cat([tensors[i].flatten() for i in of_dtype])
-        if dtype == torch.uint8:
-            dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-        else:
-            message = agreed_over(message, [group])
-        parts = message.split([tensors[i].numel() for i in of_dtype])
+        parts = agreed_over(message, [group]).split([tensors[i].numel() for i in of_dtype])
         agreed |= {i: part.view(tensors[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
     return [agreed[i] for i in range(len(tensors))]
 
 
-class Gathers:
+class Gathers(TemporaryHook):
     """Forward pre-hook of FSDP2 modules: settles, before the outermost of them runs, what is gathered of each weight
     beneath it."""
 
@@ -326,11 +317,8 @@ class Gathers:
             self.beneath[module] = [shard for shard in self.shards if inside.intersection(shard.group.modules)]
         return self.beneath[module]
 
-    def __reduce__(self):
-        return inert_hook, ()
 
-
-class AfterForward:
+class AfterForward(TemporaryHook):
     """Forward hook of FSDP2 modules: ends what `Gathers` has begun."""
 
     def __init__(self, gathers: Gathers) -> None:
@@ -339,12 +327,9 @@ class AfterForward:
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.gathers._end(self.gathers, module)
 
-    def __reduce__(self):
-        return inert_hook, ()
-
 
 def _begin(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not None or _inside_backward():  # recomputed: settled in forward
+    if gathers.outermost is not None or inside_backward():  # recomputed: settled in forward
         return
     gathers.outermost = module
     module._get_fsdp_state()._lazy_init()  # what FSDP2 does next, and may make new shards
@@ -357,13 +342,9 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
 
 
 def _end(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not module or _inside_backward():
+    if gathers.outermost is not module or inside_backward():
         return
     if not torch.is_grad_enabled():  # else backward is to find what forward has read
         for shard in gathers.for_a_while:  # and that of an earlier forward, too
             shard.settle(True)
     gathers.outermost, gathers.for_a_while = None, []
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

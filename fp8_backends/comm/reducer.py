@@ -32,6 +32,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
 from ..numerics.kernels.eager import on_device
+from ..numerics.meshes import agreed_over
 from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
@@ -162,7 +163,7 @@ class GradientReducer:
             used = torch.ones(len(own), dtype=torch.uint8, device=device)
         else:
             used = on_device(own, torch.uint8, device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
+        used = agreed_over(used, [self.group])
         return own if all(own) or not contributes else used.bool().tolist()
 
     def _gradient(self, index: int, start: int, reduced: Reduced | torch.Tensor) -> ScaledTensor:

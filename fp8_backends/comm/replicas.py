@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..numerics.meshes import agreed_over
 from ..numerics.modules import plain_name
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part
@@ -135,9 +136,8 @@ def apart(held: Sequence[Held]) -> dict[str, list[int]]:
         by_group.setdefault(each.group, []).append(each)
     for group, members in by_group.items():
         own = checksums([each.tensor for each in members])
-        widest = torch.stack([own, -own])  # the largest, and the smallest with its sign changed
-        dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
-        if not bool((widest[0] != -widest[1]).any()):
+        largest, smallest = agreed_over(torch.stack([own, -own]), [group])  # the smallest with its sign changed
+        if not bool((largest != -smallest).any()):
             continue
         of_ranks = own.new_empty(group.size(), len(own))
         dist.all_gather(list(of_ranks.unbind()), own, group=group)

@@ -346,16 +346,13 @@ def multiplies(backend: str, gpu: tuple[int, int] | str, cuda: tuple[int, int] |
 
 def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
     """What every backend does on that chip, with a PyTorch for that release of CUDA (None: new enough)."""
-    cells = [(row.backends, row.cells[CHIPS.index(chip)]) for row in TABLE]
-    return [
-        Support(names, cell.state_with(cuda), str(NOTES[cell.note]) if cell.note else "", _install(names[0]))
-        for names, cell in cells
-    ]
-
-
-def _install(backend: str) -> str:
-    is_te = backend.startswith("te:")
-    return f"a PyTorch for CUDA, then {INSTALL_TE}" if is_te else "nothing"
+    found = []
+    for row in TABLE:
+        cell = row.cells[CHIPS.index(chip)]
+        note = str(NOTES[cell.note]) if cell.note else ""
+        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if row.backends[0].startswith("te:") else "nothing"
+        found.append(Support(row.backends, cell.state_with(cuda), note, install))
+    return found
 
 
 def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:

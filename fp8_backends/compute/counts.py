@@ -1,10 +1,8 @@
-"""The three products of a layer, and how many of them ran in FP8."""
+"""Counts of the three products of a layer in FP8."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
 RECOMPUTED = "recomputed"
@@ -12,7 +10,7 @@ RECOMPUTED = "recomputed"
 
 @dataclass
 class ProductCounts:
-    """FP8 products that one layer has run since it was prepared."""
+    """FP8 products of one layer since it was prepared."""
 
     fprop: int = 0
     """Forward products, recomputation left out."""
@@ -26,11 +24,3 @@ class ProductCounts:
     def add(self, kind: str, number: int = 1) -> None:
         """Count more products of a kind: one of KINDS, or RECOMPUTED."""
         setattr(self, kind, getattr(self, kind) + number)
-
-
-def inside_backward() -> bool:
-    """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass.
-
-    Compiled code counts each forward once, also where its partitioner recomputes.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.kernels.eager import PLAIN
 from ..numerics.scaled_tensor import stored_parts
 from ..numerics.sharded_tensor import is_distributed
-from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, inside_backward
+from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD
 from .head_loss import CrossEntropy, HeadLoss, HeadProducts
 from .interface import COMPUTE_DTYPES
 
@@ -36,16 +37,9 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default)
 _READS_MEMORY = tuple(
     getattr(torch.Tensor, name)
     for name in (
-        "__repr__",
-        "__format__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "__array__",
-        "__dlpack__",
-        "numpy",
-        "tolist",
+        *("__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "numpy", "tolist"),
+        *("item", "data_ptr", "untyped_storage", "storage", "share_memory_"),
     )
-    + ("item", "data_ptr", "untyped_storage", "storage", "share_memory_")
 )
 _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 

@@ -1,12 +1,16 @@
-"""What has no derivative: an FP8 product's backward, and an FP8 layer inside the transforms of `torch.func`.
+"""Autograd around FP8 layers: the derivatives that they refuse, and the weight that they save under ZeRO-3.
 
-Their gradients are rounded to FP8 on the way, and PyTorch would take what backward reads of the weight and the input
-for constants: a second derivative would lack these terms, in silence.
+An FP8 product's backward has no derivative, nor has an FP8 layer inside the transforms of `torch.func`. Gradients are
+rounded to FP8 on the way, and PyTorch would take what backward reads of the weight and the input for constants: a
+second derivative would lack these terms, in silence.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import FP8BackendError
 
@@ -32,3 +36,21 @@ def refuse_transforms() -> None:
             "an FP8 layer cannot run inside torch.func's grad, vmap, jvp and the like, nor in forward-mode "
             f"differentiation (loss.backward() and torch.autograd.grad work); {_WAY_OUT}"
         )
+
+
+def saved_by_name(weight: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+    """Let autograd save the Parameter in place of views of its data, and recreate the views in backward. DeepSpeed's
+    ZeRO-3 takes the gathered data out of it after forward: saved views such as `weight.t()` would hold the weights of
+    the whole model. Does nothing for other weights."""
+    if not hasattr(weight, "ds_id"):
+        return contextlib.nullcontext()
+
+    def pack(tensor: torch.Tensor):
+        if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():
+            return tensor.shape, tensor.stride()
+        return tensor
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else weight.detach().as_strided(*packed)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -134,7 +134,8 @@ class ExpertWeights(nn.ModuleDict):
         x = _without(foreign, hidden_states.index_select(0, order // k))
         arrived = self.codes_taken(hidden_states)
         if arrived is not None:
-            arrived = Quantized(*(_rows_of(part, order // k) for part in arrived))
+            rows = order // k  # FP8 has no kernel that selects
+            arrived = Quantized(*(p.view(torch.uint8).index_select(0, rows).view(p.dtype) for p in arrived))
         y = _without(foreign, self.product(experts, first, x, groups, out_dtype, arrived))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
         y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
@@ -169,11 +170,6 @@ def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
     """Of products with these tokens."""
     device = hidden_states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-
-
-def _rows_of(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of codes or of scales. FP8 has no kernel that selects."""
-    return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
 
 
 def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

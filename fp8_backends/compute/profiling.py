@@ -32,8 +32,9 @@ from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import FP8BackendError
-from ..numerics.modules import inert_hook, is_traced, renumber
-from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
+from ..numerics.engine import inside_backward
+from ..numerics.modules import TemporaryHook, is_traced, renumber
+from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
@@ -59,10 +60,8 @@ class ProductProfile:
     """One profiled stretch of training in one thread: `start`, some steps, `stop`. Dropped while it runs, it ends by
     itself, and so it does with its thread."""
 
-    def __init__(self, layers: list[Layer], keep: bool = False) -> None:
+    def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
-        self.keep = keep
-        """Never give way to another one."""
         self.complete = False
         self.by_shape = False
         """After `stop`: whether some layers were counted by shape (compiled code)."""
@@ -78,20 +77,19 @@ class ProductProfile:
         """Whether it runs in this thread, which alone can stop it."""
         return self.running and self._recording() is _thread.recording
 
-    def start(self, take_over: bool = False, shapes: bool = True, begun: nn.Module | None = None) -> bool:
+    def start(self, begun: nn.Module | None = None) -> bool:
         """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
 
         Args:
-            take_over: end another `ProductProfile` of this thread without a result, such as one whose model was given
-                up.
-            shapes: note the shapes that compiled code is counted by. While code is compiled that fails for some
-                tensors, and PyTorch writes a warning for each.
-            begun: a module whose forward hooks run now. It may be a layer.
+            begun: the root whose forward begins now; it may be a layer. Its profile ends another `ProductProfile` of
+                this thread without a result, such as one whose model was given up. It notes no shapes, by which
+                compiled code is counted: while code is compiled that fails for some tensors, and PyTorch writes a
+                warning for each.
 
         Raises:
             FP8BackendError: this version of PyTorch has no profiler of a thread.
         """
-        if take_over:
+        if begun is not None:
             give_way()
         if not hasattr(_autograd, "_enable_profiler_legacy"):
             raise FP8BackendError(
@@ -102,7 +100,7 @@ class ProductProfile:
             return False
         _give_way_to_others()
         marks = _Marks([layer.module for layer in self.layers])
-        _thread.recording = _Recording(_hooked(marks), self.keep, shapes)
+        _thread.recording = _Recording(_hooked(marks), shapes=begun is None)
         if begun in marks.index_of:
             marks(begun, ())
         self._recording = weakref.ref(_thread.recording)
@@ -170,8 +168,8 @@ class _Recording:
         hooks: to be removed at its end.
     """
 
-    def __init__(self, hooks: list[RemovableHandle], keep: bool, shapes: bool) -> None:
-        self.hooks, self.keep, self.shapes = hooks, keep, shapes
+    def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
+        self.hooks, self.shapes = hooks, shapes
         self.given_up = False
         """Whether the profile ended in another thread, or inside a backward: the recording ends when its thread next
         meets it."""
@@ -211,9 +209,10 @@ def _configuration(shapes: bool) -> ProfilerConfig:
 
 
 def give_way() -> None:
-    """End the profile that runs in this thread without a result, since somebody else's profiler is about to start."""
-    if _thread.recording is not None and (_thread.recording.given_up or not _thread.recording.keep):
-        _end_recording()
+    """End the profile that runs in this thread without a result, since another profiler is about to start."""
+    if _thread.recording is not None:
+        _thread.recording.end()
+        _thread.recording = None
 
 
 def foreign_profiler_runs() -> bool:
@@ -223,14 +222,8 @@ def foreign_profiler_runs() -> bool:
 
 def _profiler_runs() -> bool:
     if _thread.recording is not None and _thread.recording.given_up:
-        _end_recording()
+        give_way()
     return _autograd._profiler_enabled()
-
-
-def _end_recording() -> None:
-    if _thread.recording is not None:
-        _thread.recording.end()
-        _thread.recording = None
 
 
 def _end(reference: weakref.ref[_Recording]) -> None:
@@ -238,8 +231,8 @@ def _end(reference: weakref.ref[_Recording]) -> None:
     if recording is None:
         return
     # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
-    if recording is _thread.recording and torch._C._current_graph_task_id() == -1:
-        _end_recording()
+    if recording is _thread.recording and not inside_backward():
+        give_way()
     else:
         recording.given_up = True
 
@@ -260,7 +253,7 @@ def _give_way_to_others() -> None:
     if not isinstance(torch_profiler._run_on_profiler_start, _GivesWay):
         torch_profiler._run_on_profiler_start = _GivesWay(torch_profiler._run_on_profiler_start)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_end_recording)
+            os.register_at_fork(after_in_child=give_way)
 
 
 def _hooked(marks: _Marks) -> list[RemovableHandle]:
@@ -276,7 +269,7 @@ def _hooked(marks: _Marks) -> list[RemovableHandle]:
     return handles
 
 
-class _Marks:
+class _Marks(TemporaryHook):
     """Forward hook before and after layers that opens and closes a layer's range. In a copied model it is inert."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -296,9 +289,6 @@ class _Marks:
         range_ = record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}")
         range_.__enter__()
         around.append(range_)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 class _Event:

@@ -1,4 +1,4 @@
-"""Autograd's engine: what is called when a backward pass ends."""
+"""Autograd's engine: the running backward pass, and callbacks for its end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from torch.autograd import Variable
 from ..errors import FP8BackendError
 
 
+def inside_backward() -> bool:
+    """Return True while this thread runs a backward pass. A forward inside one is recomputed by activation
+    checkpointing.
+
+    Always False under compilation: compiled code counts each forward once, even if its partitioner recomputes.
+    """
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def call_when_backward_ends(function: Callable[[], None]) -> None:
-    """Let the engine call a function when the backward pass ends that is running now: after those that it was given
-    before, on every rank, and not where the pass raises. A function that is called so may add others.
+    """Let the engine call a function at the end of the running backward pass: after earlier callbacks, on every rank,
+    and not if the pass raises. Callbacks may add others.
 
     Raises:
         FP8BackendError: this version of torch has no such callbacks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,15 @@ def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     ]
 
 
-def agreed_over(amax: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """The maximum of what each rank of these groups saw, any shape, FP32; what is not finite comes out as inf."""
-    if amax.is_meta:
-        return amax
-    agreed = torch.nan_to_num(amax.detach().float(), nan=float("inf"))  # a maximum may lose a NaN
+def agreed_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """Return the elementwise maximum over the ranks of these groups (None: all ranks) as a new tensor of the same
+    shape: integers in their dtype, other values in FP32. NaN becomes inf, since a maximum may lose a NaN."""
+    if values.is_meta:
+        return values
+    if values.is_floating_point():
+        agreed = values.detach().float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    else:
+        agreed = values.clone()
     for group in groups:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     return agreed

@@ -74,8 +74,14 @@ def renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
     handle.id = number
 
 
-def inert_hook():
-    """What this package's temporary hooks become in a copied or unpickled model: a hook that does nothing."""
+class TemporaryHook:
+    """A hook of one model: in a copied or unpickled model it becomes one that does nothing."""
+
+    def __reduce__(self):
+        return _inert_hook, ()
+
+
+def _inert_hook():
     return _do_nothing
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from ..announcement import announce
 from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field, parsed
-from ..compute.interface import Compute, ShowsCasts
+from ..compute.interface import Compute
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import (
@@ -301,7 +301,7 @@ def _check(recipe: Recipe) -> None:
     values = {name: getattr(recipe, name) for name in sorted(recipe.given) if name not in ("level", *NAMING)}
     if error := refusal(BackendName(recipe.compute, recipe.scaling, recipe.level), values, recipe.name):
         raise error
-    if recipe.monitor_every and not isinstance(compute, ShowsCasts):
+    if recipe.monitor_every and not compute.casts_by:
         raise RecipeError(f"monitor_every: {recipe.compute} cannot tell how its layers cast; leave it out")
     compute.check(recipe)
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..compute import registry
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
-from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
-from ..compute.profiling import Layer, ProductProfile
+from ..compute.profiling import Layer
 from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
@@ -24,7 +23,6 @@ from ..states.gradient_release import is_dropped, is_released
 from ..words import counted, readable_bytes, share
 from . import conversion, saved_activations
 from .flops import Flops, count_flops, tokens_of
-from .observed import observed_of
 from .weight_products import FOREIGN_FP8
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ class Audit:
     (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
     """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
-    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
+    step would lose, as projected on the exact update; else None."""
 
     saved_activations: dict[str, int] = field(default_factory=dict)
     """What the last training forward has kept for backward in FP8 beside the codes of converted layers: `tensors`,
@@ -135,8 +133,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     check_is_module(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
-    observed = [observed_of(prepared) for _, _, prepared in roots]
-    optimizers = [known for seen in observed for known in seen.optimizers()]
+    optimizers = [known for _, _, prepared in roots for known in prepared.observed.optimizers()]
     if optimizer is not None:
         check_is_optimizer(optimizer)
         optimizers = [unwrapped(optimizer)]
@@ -144,7 +141,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    tokens = max((tokens_of(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
+    tokens = max((tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1)
     parts = [_read_root(result, *root, tokens) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.flops.needed for part in parts)
     result.flops_share = sum(part.flops.in_fp8 for part in parts) / needed if needed else 0.0
@@ -152,8 +149,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     saved = [found for _, root, _ in roots if (found := saved_activations.saved_bytes(root)) is not None]
     if saved:
         result.saved_activations = {key: sum(getattr(each, key) for each in saved) for key in asdict(saved[0])}
-    losses = [seen.lost_updates for seen in observed]
-    losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
+    losses = [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
@@ -171,87 +167,6 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
         for layer, counts in audit.products.items()
     }
     return {layer: kinds for layer, kinds in missing.items() if kinds}
-
-
-@contextlib.contextmanager
-def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
-    """Count the FP8 products of whatever runs inside, also for backends that do not count by themselves (`ao`, `te`).
-
-    Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
-
-    Raises:
-        FP8BackendError: another profiler is active; PyTorch has one at a time.
-    """
-    roots = conversion.prepared_roots(conversion.unwrapped(model))
-    before = [count_products(root, prepared) for _, root, prepared in roots]
-    profiles = _start_profiles(roots)
-    found: dict[str, ProductCounts] = {}
-    try:
-        yield found
-    finally:
-        for profile in profiles:
-            profile.stop()
-        for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
-            for name, counts in count_products(root, prepared).items():
-                if name not in prepared.profiled:
-                    kinds = asdict(earlier[name])
-                    counts = ProductCounts(**{kind: getattr(counts, kind) - kinds[kind] for kind in kinds})
-                found[_joined(prefix, name)] = counts
-
-
-def product_profile(compute: Compute, layers: list[Layer], keep: bool = False) -> ProductProfile:
-    """What counts the products of these layers of a backend in a profiled step."""
-    return compute.profile(layers, keep) if isinstance(compute, HasProfile) else ProductProfile(layers, keep)
-
-
-def _start_profiles(roots: list) -> list[ProductProfile]:
-    """Start one profile for each backend that does not count by itself."""
-    layers: dict[Compute, list[Layer]] = {}
-    for root in roots:
-        layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
-    profiles = [product_profile(compute, own, keep=True) for compute, own in layers.items() if own]
-    if not all([profile.start(take_over=True) for profile in profiles]):
-        for profile in profiles:
-            profile.abandon()
-        raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
-    return profiles
-
-
-@contextlib.contextmanager
-def measure_lost_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Measure in one optimizer step inside which share of the updates rounding swallows; `audit` then reports it.
-
-    Counted over the converted weights: elements that have a gradient other than zero and yet keep their value. Exact
-    for SGD and Adam, up to updates that are truly zero. Keeps a copy of the weights for as long as it watches.
-    """
-    roots = conversion.prepared_roots(model)
-    weights = [layer.weight for _, root, prepared in roots for layer in converted_layers(root, prepared).values()]
-    lost = moved = 0
-    before: dict[int, torch.Tensor] = {}
-
-    def remember(*_) -> None:
-        before.update((index, weight.detach().clone()) for index, weight in enumerate(weights))
-
-    def compare(*_) -> None:
-        nonlocal lost, moved
-        for index, weight in enumerate(weights):
-            if weight.grad is not None:
-                has_gradient = weight.grad != 0
-                moved += int(has_gradient.sum())
-                lost += int((has_gradient & (weight.detach() == before[index])).sum())
-
-    optimizer = unwrapped(optimizer)
-    if hasattr(optimizer, "lost_updates"):
-        yield  # it knows: `audit` asks it
-        return
-    hooks = optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(compare)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for _, _, prepared in roots:
-            observed_of(prepared).lost_updates = lost / moved if moved else None
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
@@ -287,16 +202,10 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
     return None
 
 
-def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:
-    """The FP8 layers of a prepared root by name."""
-    is_converted = prepared.compute.is_converted
-    return {plain_name(name): module for name, module in root.named_modules() if is_converted(module)}
-
-
 def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
     """The converted layers of a root whose backend does not count its products; none where it does."""
-    layers = converted_layers(root, prepared)
-    if not layers or isinstance(prepared.compute, CountsProducts):
+    layers = prepared.compute.converted_layers(root)
+    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
         return []
     high = prepared.compute.high_precision_products(prepared.recipe)
     kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
@@ -305,10 +214,10 @@ def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[
 
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
     """FP8 products of each converted layer, by its own counter or from the last profiled step."""
-    layers = converted_layers(root, prepared)
-    if isinstance(prepared.compute, CountsProducts):
-        return {name: prepared.compute.products(module) for name, module in layers.items()}
-    return {name: prepared.profiled.get(name, ProductCounts()) for name in layers}
+    return {
+        name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
+        for name, module in prepared.compute.converted_layers(root).items()
+    }
 
 
 @dataclass
@@ -329,15 +238,14 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, 
     conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
     measures = RootMeasures(count_flops(root, prepared, counts, tokens))
-    for name, module in converted_layers(root, prepared).items():
+    for name, module in prepared.compute.converted_layers(root).items():
         full = _joined(prefix, name)
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
         measures.weights.append(module.weight)
         elements = full_shape(module.weight).numel()
-        if isinstance(prepared.compute, StoresWeights):
-            measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
-    seen = observed_of(prepared).gradient_dtypes
+        measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
+    seen = prepared.observed.gradient_dtypes
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
     measures.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
     result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}

@@ -9,7 +9,6 @@ and its state, weak references. The 3-D weights of experts are the exception: wh
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,13 +19,14 @@ from torch import nn
 from ..compute import expert_dispatch, expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts
+from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
 from ..recipes.comparison import differences
 from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
+from .observed import Observed
 from .report import ConversionReport, NormLayer
 from .weight_products import (
     FP8,
@@ -70,15 +70,8 @@ class Prepared:
     """What others did to the root since, to be undone when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend that does not count by itself."""
-    observed: Any = field(default=None, repr=False, compare=False)
-    """What the first optimizer step showed (`observed.Observed`)."""
-
-    def __deepcopy__(self, memo: dict) -> Prepared:
-        # a copied model has its own state; the backend has none, and stays the registered one
-        memo[id(self.compute)] = self.compute
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return copied
+    observed: Observed = field(default_factory=Observed, repr=False, compare=False)
+    """What the first optimizer step showed."""
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
@@ -302,14 +295,12 @@ def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter:
 
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
     if is_conv1d(each.module):
-        if isinstance(compute, ConvertsConv1D):
+        if compute.takes_conv1d:
             return compute.unfit(linear_like(each.module), recipe)
         return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
-    if not each.part:
-        return compute.unfit(each.module, recipe)
-    if isinstance(compute, ConvertsExperts):
+    if each.part:
         return compute.unfit_experts(each.module, each.part, recipe)
-    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
+    return compute.unfit(each.module, recipe)
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:

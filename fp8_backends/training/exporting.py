@@ -14,7 +14,6 @@ from ..announcement import announce, is_main_process
 from ..compute import registry
 from ..compute.conv1d import is_conv1d
 from ..compute.fields import check_known
-from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -161,8 +160,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
 
 def _codes_of(found: Found) -> Quantized | None:
     """Return the current codes of a converted layer; None if its backend does not tell."""
-    compute = registry.get_compute(found.conversion.recipe.compute)
-    return compute.weight_codes(found.module) if isinstance(compute, GivesWeightCodes) else None
+    return registry.get_compute(found.conversion.recipe.compute).weight_codes(found.module)
 
 
 def _state(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
-from .observed import observed_of, trainable_by_name
+from .observed import Work, trainable_by_name
 from .weight_products import CONVOLUTION, FP8, WeightProduct
-from .work import Work
 
 if TYPE_CHECKING:
     from .conversion import Prepared
@@ -36,8 +35,8 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     unless it is known to have taken no part; whether its input needs a gradient, its products tell. `tokens`: how many
     there were at least.
     """
-    work = observed_of(prepared).work
-    idle = observed_of(prepared).idle
+    work = prepared.observed.work
+    idle = prepared.observed.idle
     high = prepared.compute.high_precision_products(prepared.recipe)
     trains = trainable_by_name(root)
 

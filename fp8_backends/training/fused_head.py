@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..compute.interface import Compute, DefersHead
+from ..compute.interface import Compute
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, plain_name
 from .weight_products import FP8, Found, layer_obstacle
 
@@ -29,7 +30,7 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
         reason = f"it is no plain Linear, but {type(head).__module__}.{type(head).__name__}"
     elif CONVERSION in head.__dict__ or HEAD_CONVERSION in head.__dict__:
         return None  # it defers already
-    elif each.product.state == FP8 and not isinstance(compute, DefersHead):
+    elif each.product.state == FP8 and not compute.defers_head:
         reason = f"{compute.name} multiplies it in FP8, and has no form of that in chunks (native has)"
     else:
         reason = layer_obstacle(head, nn.Linear)
@@ -51,18 +52,11 @@ def output_head(root: nn.Module) -> nn.Module | None:
     """What `get_output_embeddings` of the model, or of the first part of it that has an answer, returns."""
     for module in root.modules():
         get = getattr(module, "get_output_embeddings", None)
-        # a backbone inherits the method without a head, and raises or returns None
-        head = _answer(get) if callable(get) else None
-        if isinstance(head, nn.Module):
-            return head
+        # a backbone inherits the method without a head, and returns None or raises whatever its code does
+        with contextlib.suppress(Exception):
+            if callable(get) and isinstance(head := get(), nn.Module):
+                return head
     return None
-
-
-def _answer(get) -> object:
-    try:
-        return get()
-    except Exception:  # whatever the model's own code raises, it names no head
-        return None
 
 
 def make_ordinary(root: nn.Module) -> None:

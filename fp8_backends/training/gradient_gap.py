@@ -20,7 +20,6 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ..compute import hardware
-from ..compute.interface import FollowsOptimizer, scaling_state
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import check_is_module
 from ..numerics.sharded_tensor import is_distributed
@@ -28,8 +27,8 @@ from ..recipes.handlers import Recipe
 from . import conversion, preparation
 from .conversion import Prepared
 from .flops import Flops, expected_flops
+from .observed import WorkMeter
 from .weight_products import find_weight_products
-from .work import WorkMeter
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -132,7 +131,7 @@ class GradientGap:
 
     def of(self, work: nn.Module, prepared: Prepared) -> Measurement:
         """The gap of a prepared copy. A scaling rule that remembers steps has seen the first batch `WARM_UP` times."""
-        warm_up = self.batches[:1] * WARM_UP if scaling_state(prepared.compute, work) else []
+        warm_up = self.batches[:1] * WARM_UP if prepared.compute.scaling_state(work) else []
         for _ in self._gradients(work, self.around, warm_up):
             pass
         errors, loss_error = self._errors(work)
@@ -148,7 +147,7 @@ class GradientGap:
                 loss = loss_of(work, batch, self.loss, precision)
                 loss.backward()
             prepared = work.__dict__.get(conversion.PREPARED)
-            if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
+            if prepared is not None:
                 prepared.compute.after_optimizer_step(work)  # as a watched optimizer does
             self.passes += 1
             gradients = {

@@ -17,7 +17,6 @@ from ..numerics.scaled_operations import keep_changes
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed
 from ..states import levels
-from .auditing import converted_layers
 from .conversion import prepared_roots
 from .preparation import store_weights
 
@@ -102,7 +101,7 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
     """The weights of prepared models that are no plain tensors. Raises where one cannot be made plain here."""
     found = []
     for prefix, root, prepared in prepared_roots(model):
-        for name, layer in converted_layers(root, prepared).items():
+        for name, layer in prepared.compute.converted_layers(root).items():
             weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(

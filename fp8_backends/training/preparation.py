@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,14 +22,6 @@ from ..comm import ddp, fsdp2, gathers, ignore_list, tensor_parallel, zero
 from ..compute import registry
 from ..compute.expert_functions import is_expert_parallel
 from ..compute.fields import flag, parsed
-from ..compute.interface import (
-    FollowsOptimizer,
-    GathersCodes,
-    KeepsWeightCasts,
-    StoresWeights,
-    TakesBlockCodes,
-    scaling_buffers,
-)
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -40,9 +32,8 @@ from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
 from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations, scaling_state
-from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
+from .auditing import check_is_optimizer, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
-from .observed import observed_of
 from .watching import guard, monitor
 from .weight_products import offloaded_modules
 
@@ -76,7 +67,10 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     recipe = resolve(spec)
     if recipe.implementation == "original":
         return original.initialize(model, optimizer, recipe)
-    _check_types(model, optimizer)
+    order = "; the order is prepare(model, optimizer, spec)"
+    if optimizer is not None:
+        check_is_optimizer(optimizer, hint=order)
+    check_is_module(model, hint=order)
     rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
     if optimizer is not None:  # first: where it is refused, the model is as it was
         check_trains([model], [optimizer], recipe)
@@ -103,7 +97,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     fsdp2.reshard(model)  # what the last forward has gathered is no Parameter to look at
     check_model(model, recipe)
     compute = registry.get_compute(recipe.compute)
-    if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
+    if compute.takes_block_codes(recipe):
         quantized_layers.freeze_codes(model)
     prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
@@ -156,20 +150,9 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` where ranks share layers of the model and this setup does not go with that."""
     if (ranks := tensor_parallel.ranks(model)) > 1:
-        shared = replace(setup, tensor_parallel=ranks, experts_alone=_shares_out_experts_alone(model))
+        holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
+        shared = replace(setup, tensor_parallel=ranks, experts_alone=all(map(is_expert_parallel, holders)))
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
-
-
-def _shares_out_experts_alone(model: nn.Module) -> bool:
-    holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
-    return all(map(is_expert_parallel, holders))
-
-
-def _check_types(model: nn.Module, optimizer: Any) -> None:
-    order = "; the order is prepare(model, optimizer, spec)"
-    if optimizer is not None:
-        check_is_optimizer(optimizer, hint=order)
-    check_is_module(model, hint=order)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -247,9 +230,8 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
-    layers = converted_layers(root, prepared)
-    if isinstance(prepared.compute, StoresWeights):
-        prepared.compute.store_weights(root, prepared.recipe)
+    layers = prepared.compute.converted_layers(root)
+    prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
         levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
         levels.export_ties(root)
@@ -289,8 +271,7 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
             "sharding saves; leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
-        if isinstance(prepared.compute, KeepsWeightCasts):
-            prepared.compute.keep_weight_casts(root, keep)
+        prepared.compute.keep_weight_casts(root, keep)
 
 
 # Connect ranks
@@ -307,29 +288,22 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
             for _, _, prepared in roots:
-                observed_of(prepared).wrapper = weakref.ref(wrapped)
+                prepared.observed.wrapper = weakref.ref(wrapped)
             ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
         for _, root, prepared in roots:
-            if isinstance(prepared.compute, KeepsWeightCasts):
-                prepared.compute.keep_weight_casts(root, False)
+            prepared.compute.keep_weight_casts(root, False)
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
-        gathers.connect(model, _travelling(roots))
+        travelling: dict[gathers.Place, gathers.Travelling] = {}
+        for _, root, prepared in roots:
+            travelling |= prepared.compute.travelling(root, prepared.recipe)
+        gathers.connect(model, travelling)
     elif tensor_parallel.ranks(model) > 1:
         tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
         levels.expect_equal_gradients(model)
-
-
-def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[gathers.Place, gathers.Travelling]:
-    """The codes of the weights that travel so, by their place."""
-    travelling: dict[gathers.Place, gathers.Travelling] = {}
-    for _, root, prepared in roots:
-        if isinstance(prepared.compute, GathersCodes):
-            travelling |= prepared.compute.travelling(root, prepared.recipe)
-    return travelling
 
 
 class ScalingBuffers:
@@ -339,7 +313,7 @@ class ScalingBuffers:
         self.roots = [(root, prepared.compute) for _, root, prepared in roots]
 
     def __call__(self) -> list[torch.Tensor]:
-        return [state for root, compute in self.roots for state in scaling_buffers(compute, root)]
+        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
 
 
 def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
@@ -348,7 +322,7 @@ def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 
 def _connected_to(model: nn.Module) -> Iterable[DistributedDataParallel]:
     """The DDPs that `connect_ranks` has seen around a model or inside it. Accelerate lists models without their DDP."""
-    wrappers = (observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model))
+    wrappers = (prepared.observed.wrapper for _, _, prepared in prepared_roots(model))
     return [wrapped for each in wrappers if each is not None and (wrapped := each()) is not None]
 
 
@@ -424,7 +398,7 @@ class AfterStep:
     def add(self, models: list[nn.Module]) -> None:
         for _, root, prepared in (found for model in models for found in prepared_roots(model)):
             self.modules_of.setdefault(root, _identity(root))
-            left_out, observed = _left_out(root, prepared), observed_of(prepared)
+            left_out, observed = _left_out(root, prepared), prepared.observed
             observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -432,13 +406,12 @@ class AfterStep:
             prepared = root.__dict__.get(PREPARED)
             if not prepared:
                 continue
-            if isinstance(prepared.compute, FollowsOptimizer):
-                prepared.compute.after_optimizer_step(root)
+            prepared.compute.after_optimizer_step(root)
             if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
-                left_out = observed_of(prepared).left_out
+                left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
@@ -453,12 +426,12 @@ def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
     if (after_step := _after_step(optimizer)) is None:
         return True if type(optimizer).__module__.startswith("msamp") else None  # it proves nothing by itself
     found = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
-    return any(prepared and observed_of(prepared).proven for prepared in found)
+    return any(prepared and prepared.observed.proven for prepared in found)
 
 
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
     """Names of the trainable parameters that no optimizer of this root holds."""
-    held = set().union(*(parameter_ids(optimizer) for optimizer in observed_of(prepared).optimizers()))
+    held = set().union(*(parameter_ids(optimizer) for optimizer in prepared.observed.optimizers()))
     return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
 
 

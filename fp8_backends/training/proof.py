@@ -24,19 +24,17 @@ from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
-from ..numerics.modules import inert_hook, is_traced, plain_name
+from ..numerics.engine import inside_backward
+from ..numerics.modules import TemporaryHook, is_traced, plain_name
 from . import conversion
 from .auditing import (
-    converted_layers,
     count_products,
     layers_to_profile,
     parameter_ids,
-    product_profile,
     stored_dtype,
     unwrapped,
 )
 from .flops import count_flops
-from .observed import observed_of
 from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
@@ -68,10 +66,10 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     held = parameter_ids(optimizer)
     # where sharding swapped the parameters, none is found, and every model counts
     trained = [root for root in roots if any(id(p) in held for p in root[1].parameters())] or roots
-    new = [root for root in trained if optimizer not in observed_of(root[2]).optimizers()]
+    new = [root for root in trained if optimizer not in root[2].observed.optimizers()]
     for _, _, prepared in new:
-        observed_of(prepared).watch(optimizer)
-    unproven = [root for root in new if not observed_of(root[2]).proven]
+        prepared.observed.watch(optimizer)
+    unproven = [root for root in new if not root[2].observed.proven]
     for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
         FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
 
@@ -101,7 +99,7 @@ def begin_anew(models: Iterable[nn.Module]) -> None:
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
     """Those that watch prepared models in `models` for their proof."""
     roots = [root for model in models for root in conversion.prepared_roots(model)]
-    return {first_step for _, _, prepared in roots for first_step in observed_of(prepared).first_steps}
+    return {first_step for _, _, prepared in roots for first_step in prepared.observed.first_steps}
 
 
 class FirstStep:
@@ -134,25 +132,26 @@ class FirstStep:
         forward_hook = ForwardHook(self)
         self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
         for _, _, prepared in self.roots:
-            observed_of(prepared).first_steps.append(self)
+            prepared.observed.first_steps.append(self)
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
-        if self.step_is_due and torch._C._current_graph_task_id() == -1:
+        if self.step_is_due and not inside_backward():
             self.step_is_due = False
             self._look_at_step()
             return
         for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
-            observed_of(prepared).measure(root)
+            prepared.observed.measure(root)
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
                 # only now, and never while a compiler looks
                 self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
-        if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
             return  # it has its result, or gave way, or another thread steps: `after_step` sees to it
-        gradients = [_gradient_state(layer.module.weight) for layer in self.layers]
+        grads = [layer.module.weight.grad for layer in self.layers]
+        gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]  # changes as each arrives
         if self.began is root:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
             self.overlapping |= not any(arrived)
@@ -180,7 +179,7 @@ class FirstStep:
     def forget_step(self) -> None:
         """Drop what was profiled and measured of a step that ended halfway."""
         self.begin_anew()
-        for meter in (observed_of(prepared).meter for _, _, prepared in self.roots):
+        for meter in (prepared.observed.meter for _, _, prepared in self.roots):
             if meter is not None:
                 meter.work.clear()
 
@@ -190,7 +189,7 @@ class FirstStep:
         self.steps += 1
         self._record_gradient_dtypes()
         runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
-        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or torch._C._current_graph_task_id() != -1
+        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
         # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
         # there back when it ends, and nothing would stop it then. Nor can a thread stop another one's, whose forwards
         # these steps follow. A compiled forward does not tell that it begins.
@@ -200,8 +199,8 @@ class FirstStep:
     def _look_at_step(self) -> None:
         for _, root, prepared in self.roots:
             if root.__dict__.get(conversion.PREPARED) is not prepared:
-                observed_of(prepared).prove(root)  # it was restored, and has nothing to prove any more
-        if all(observed_of(prepared).proven for _, _, prepared in self.roots):
+                prepared.observed.prove(root)  # it was restored, and has nothing to prove any more
+        if all(prepared.observed.proven for _, _, prepared in self.roots):
             self._finish([{} for _ in self.roots])  # such as by another optimizer's step
             return
         if self.profile is not None and self.profile.running:
@@ -222,8 +221,8 @@ class FirstStep:
         compiled."""
         if self.waits:
             return False
-        profile = product_profile(self.compute, self.layers)
-        if profile.start(take_over=begun is not None, shapes=begun is None, begun=begun):
+        profile = self.compute.profile(self.layers)
+        if profile.start(begun):
             self.profile = profile
         return self.profile is not None
 
@@ -236,27 +235,22 @@ class FirstStep:
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
-            observed_of(prepared).first_steps.remove(self)
-            if not observed_of(prepared).proven:
-                observed_of(prepared).prove(root)
+            prepared.observed.first_steps.remove(self)
+            if not prepared.observed.proven:
+                prepared.observed.prove(root)
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
     def _record_gradient_dtypes(self) -> None:
         for _, root, prepared in self.roots:
-            observed_of(prepared).gradient_dtypes |= {
+            prepared.observed.gradient_dtypes |= {
                 plain_name(name): stored_dtype(p.grad)
                 for name, p in root.named_parameters(remove_duplicate=False)
                 if p.grad is not None
             }
 
 
-def _gradient_state(weight: nn.Parameter) -> tuple | None:
-    """A value that changes whenever a gradient arrives."""
-    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
-
-
-class ForwardHook:
+class ForwardHook(TemporaryHook):
     """Tells a `FirstStep` that a forward of its model begins or has ended, also by an exception. Inert in a copied or
     unpickled model, and compiled."""
 
@@ -267,9 +261,6 @@ class ForwardHook:
         if not is_traced():
             self.first_step.after_forward(*output) if output else self.first_step.before_forward(module)
 
-    def __reduce__(self):
-        return inert_hook, ()
-
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
     """Print the one line that says what ran in FP8.
@@ -279,7 +270,7 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     """
     name = prepared.recipe.name
     if _nothing_ran([counts]):
-        layers = converted_layers(root, prepared).values()
+        layers = prepared.compute.converted_layers(root).values()
         in_evaluation = prepared.recipe.compute in ("native", "te") and not any(layer.training for layer in layers)
         remedy = "Check that the prepared model is the one that trains, and in training mode"
         if in_evaluation:
@@ -306,7 +297,7 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     flops = count_flops(root, prepared, counts)
     share = words.share(flops.in_fp8 / flops.needed if flops.needed else 0.0)
     kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
-    layers = converted_layers(root, prepared)
+    layers = prepared.compute.converted_layers(root)
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
@@ -343,7 +334,7 @@ def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, Product
     idle = [name for name, count in counts.items() if not _ran(count)]
     messages = [f"layers without products: {words.listed(idle)}"] if idle else []
     if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
-        layers = converted_layers(root, prepared)
+        layers = prepared.compute.converted_layers(root)
         ran = {name: count for name, count in counts.items() if _ran(count)}
         if odd := [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]:
             messages.append(f"layers whose weight gradient did not come from an FP8 product: {words.listed(odd)}")

@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from ..compute.counts import inside_backward
 from ..errors import FP8BackendError
+from ..numerics.engine import inside_backward
 from ..numerics.kernels.eager import PLAIN, is_eager
 from ..numerics.modules import CONVERSION, is_traced, renumber
 from ..numerics.saved_values import DTYPES, PackedValues, ValuesFunction, packed

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..compute.interface import scaling_state
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..recipes.comparison import as_json, differences
@@ -79,7 +78,7 @@ def collect(models: Iterable[nn.Module]) -> ScalingState:
     state = ScalingState({}, {}, {})
     for key, root, prepared in _roots(models):
         state.backends[key], state.recipes[key] = prepared.recipe.name, as_json(prepared.recipe)
-        for name, tensor in scaling_state(prepared.compute, root).items():
+        for name, tensor in prepared.compute.scaling_state(root).items():
             state.tensors[f"{key}/{name}"] = tensor.cpu().contiguous()
     return state
 
@@ -112,7 +111,7 @@ def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
     """`restore`, after `check`."""
     if saved is None:
-        if any(scaling_state(prepared.compute, root) for _, root, prepared in _roots(models)):
+        if any(prepared.compute.scaling_state(root) for _, root, prepared in _roots(models)):
             logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
         return
     for change, keys in _changes(models, saved).items():
@@ -145,7 +144,7 @@ def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
     """Yield the roots with a scaling state whose backend is still the saved one."""
     for key, root, prepared in _roots(models) if saved is not None else ():
-        if saved.backend_of(key) == prepared.recipe.name and scaling_state(prepared.compute, root):
+        if saved.backend_of(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
             yield key, root, prepared
 
 

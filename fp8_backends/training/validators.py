@@ -114,8 +114,8 @@ def validate(
         "max_grad_norm": (float, max_grad_norm),
     }
     read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in known.items()}
-    if read["world_size"] is None:
-        read["world_size"] = _running_ranks()
+    if read["world_size"] is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        read["world_size"] = torch.distributed.get_world_size()
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)
@@ -173,12 +173,7 @@ def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:
             yield Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")
 
 
-# Reading the process and the model
-
-
-def _running_ranks() -> int | None:
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_running else None
+# Reading the model
 
 
 def _with_model(setup: Setup, model: nn.Module) -> Setup:

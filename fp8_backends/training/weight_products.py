@@ -148,7 +148,11 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
         yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.in_channels and module.out_channels:  # else lazy
-            yield "", CONVOLUTION, _convolution_sizes(module), "convolution: FP8 has no product for it"
+            kernel = math.prod(module.kernel_size)
+            sizes = (module.in_channels // module.groups * kernel, module.out_channels)
+            if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
+                sizes = (module.in_channels, module.out_channels // module.groups * kernel)
+            yield "", CONVOLUTION, sizes, "convolution: FP8 has no product for it"
     elif isinstance(module, nn.Bilinear):
         sizes = (module.in1_features * module.in2_features, module.out_features)
         yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
@@ -165,13 +169,6 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
                 obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
                 obstacle = f"router: {obstacle}" if kind == "router" else obstacle
                 yield part, kind, tuple(reversed(shape)), obstacle
-
-
-def _convolution_sizes(module: nn.modules.conv._ConvNd) -> tuple[int, int]:
-    kernel = math.prod(module.kernel_size)
-    if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
-        return module.in_channels, module.out_channels // module.groups * kernel
-    return module.in_channels // module.groups * kernel, module.out_channels
 
 
 _WITHOUT_PRODUCTS = (

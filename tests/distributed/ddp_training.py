@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.compute.interface import scaling_buffers
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.states.levels import cast_gradient, swap_gradient_hook
 from fp8_backends.training.conversion import prepared_roots
@@ -107,7 +106,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         values = {"": p, "grad": p.grad, "rest": getattr(p, "rest", None), **states}
         found |= {f"{name} {key}": digest(value) for key, value in values.items() if value is not None}
     for _, root, prepared in prepared_roots(model):
-        for index, state in enumerate(scaling_buffers(prepared.compute, root)):
+        for index, state in enumerate(prepared.compute.scaling_buffers(root)):
             found[f"scaling state {index}"] = digest(state)
     return found
 

@@ -10,7 +10,6 @@ import warm_process
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute.interface import HasScalingState
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.recipes.fields import FIELDS
@@ -179,8 +178,7 @@ def test_rule_7_what_is_saved_is_plain(backend, tmp_path):
     resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     ((_, root, prepared),) = prepared_roots(model)
     ((_, resumed_root, resumed_prepared),) = prepared_roots(resumed)
-    if isinstance(prepared.compute, HasScalingState):
-        resumed_prepared.compute.load_scaling_state(resumed_root, prepared.compute.scaling_state(root))
+    resumed_prepared.compute.load_scaling_state(resumed_root, prepared.compute.scaling_state(root))
     assert [step(model, optimizer, s) for s in (3, 4)] == [step(resumed, resumed_optimizer, s) for s in (3, 4)]
 
 

@@ -14,6 +14,7 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics import formats, scaled_tensor
 from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
 from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.meshes import agreed_over
 from fp8_backends.numerics.pairs import PART
 from fp8_backends.numerics.scaled_tensor import (
     FEWEST_ON_A_CPU,
@@ -73,6 +74,15 @@ def test_a_large_tensor_is_stored_to_the_bit_as_a_small_one(dtype, form, bad, mo
     plainly = quantize(x, E4M3)
     assert stored._data.is_contiguous() and torch.equal(stored._data.view(torch.uint8), plainly._data.view(torch.uint8))
     assert torch.equal(stored._scale_inv.nan_to_num(-1), plainly._scale_inv.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_tensor_that_ranks_share_is_stored_as_on_one_rank(bad):
+    x = values(8, 16)
+    x[2, 3] = bad
+    shared = quantize(x, E4M3, amax=agreed_over(scaled_tensor.tensor_amax_of(x), []))
+    assert torch.equal(shared.dequantize().isnan(), quantize(x, E4M3).dequantize().isnan())
+    assert agreed_over(torch.tensor([-torch.inf, torch.nan, 2.0]), []).tolist() == [-torch.inf, torch.inf, 2.0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.3, -0.7, 0.0, float("inf")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,18 +53,19 @@ def test_installed_without_the_compiled_part(installed):
 
 
 def test_no_gpu(compiled):
-    assert_refused("runs on NVIDIA GPUs, and there is none here")
+    assert_refused("runs on NVIDIA GPUs only (here: CPU)")
 
 
 def test_a_gpu_without_fp8(compiled, monkeypatch):
     gpu(monkeypatch, (8, 6))
-    assert_refused("no FP8 products", "(8, 6)")
+    assert_refused("from compute capability 8.9 on (here: to 8.6)")
 
 
 def test_a_gpu_of_amd(compiled, monkeypatch):
     gpu(monkeypatch, (9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert_refused("AMD")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx942"))
+    assert_refused("runs on NVIDIA GPUs only (here: MI300)")
 
 
 def test_a_hopper_gpu_is_taken_at_its_word_and_a_failing_import_is_quoted(compiled, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.training import auditing, preparation
 
@@ -129,40 +128,6 @@ def test_copies_and_pickles_of_an_audited_model_audit_themselves():
         audit = auditing.audit(other)
         assert audit.flops_share > 0.7
         assert audit.bytes_per_element["optimizer"] is None  # the optimizer trains the original
-
-
-@pytest.mark.parametrize("spec", BACKENDS)
-def test_the_products_of_any_stretch_of_training_can_be_counted(spec):
-    model, _ = prepared(spec)
-    backward(model)
-    with auditing.profile_products(model) as products:
-        backward(model)
-        backward(model)
-        with torch.no_grad():
-            model(torch.randn(16, 32))
-    assert {name: (c.fprop, c.dgrad, c.wgrad) for name, c in products.items()} == dict.fromkeys(
-        ("first", "second"), (3, 2, 2)
-    )
-
-
-def test_another_profiler_is_no_silent_zero():
-    model, _ = prepared()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        with pytest.raises(FP8BackendError, match="another PyTorch profiler"):
-            with auditing.profile_products(model):
-                pass
-
-
-@pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_updates_that_rounding_swallows_are_measured(dtype, lost):
-    # AdamW moves each weight by about lr = 1e-3 of a weight near 0.1, a quarter of bf16's step there
-    model, optimizer = prepared("native:dynamic", dtype, lambda p, lr: torch.optim.AdamW(p, lr=1e-4, weight_decay=0))
-    assert auditing.audit(model).lost_updates is None
-    with auditing.measure_lost_updates(model, optimizer):
-        backward(model)
-        optimizer.step()
-    share = auditing.audit(model).lost_updates
-    assert share > 0.3 if lost else share < 0.01
 
 
 def test_an_audit_is_plain_data_and_prints_as_a_table():

@@ -150,7 +150,7 @@ def test_what_cannot_be_converted_says_why(reason):
 
 def test_a_backend_without_products_for_it_leaves_it_in_high_precision():
     class LinearAlone(NativeCompute):
-        build_conv1d = None  # so that it is no `ConvertsConv1D`
+        takes_conv1d = False
 
     model = nn.Sequential(conv(32, 32), nn.Linear(32, 32))
     report = convert(model, compute=LinearAlone()).report

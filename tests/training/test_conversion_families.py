@@ -10,7 +10,6 @@ from fp8_backends.compute.registry import get_compute
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import conversion
-from fp8_backends.training.auditing import converted_layers
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
 STEPS = 8
@@ -58,7 +57,7 @@ def assert_trained(model, before, losses):
 
 
 def assert_products(prepared, model, steps=STEPS):
-    layers = converted_layers(model, prepared)
+    layers = prepared.compute.converted_layers(model)
     assert sorted(layers) == sorted(prepared.report.converted)
     for name in prepared.report.converted:
         if prepared.compute.name == "native":

@@ -21,8 +21,7 @@ from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.scaled_tensor import stored_parts
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
 from fp8_backends.training.watching.guard import Guard
-from fp8_backends.training.watching.looks import FROZEN
-from fp8_backends.training.watching.loss_window import MOST, WARM_UP, LossWindow
+from fp8_backends.training.watching.looks import FROZEN, MOST, WARM_UP, LossWindow
 
 __all__ = ["fresh_accelerate"]
 MAX = torch.tensor([E4M3.max, E4M3.max, E5M2.max])

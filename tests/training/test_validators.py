@@ -546,25 +546,6 @@ def test_layers_of_an_fp8_checkpoint_must_not_be_meant_to_train():
     assert not [each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"]
 
 
-def test_a_fused_head_does_nothing_where_it_is_sharded_or_compiled():
-    spec = {"backend": "native:dynamic", "fused_head": True}
-    for setup in ({"parallel": "fsdp2"}, {"parallel": "fsdp1"}, {"parallel": "deepspeed", "zero_stage": 3}):
-        assert "fused_head_sharded" in rules(spec, **setup) and "fused_head_sharded" not in rules("native", **setup)
-    assert "fused_head_compiled" in rules(spec, compiled="full")
-    for setup in ({"compiled": "regional", "parallel": "ddp"}, {"parallel": "deepspeed", "zero_stage": 2}):
-        assert not rules(spec, **setup).keys() & {"fused_head_sharded", "fused_head_compiled"}
-
-
-def test_activations_in_fp8_do_nothing_in_what_is_compiled_or_recomputed():
-    spec = {"backend": "native:dynamic", "saved_activations": "fp8"}
-    for compiled in ("full", "regional"):
-        assert "saved_activations_compiled" in rules(spec, compiled=compiled)
-    assert "saved_activations_recomputed" in rules(spec, activation_checkpointing=True)
-    both = {"compiled": "full", "activation_checkpointing": True}
-    for found in (rules(spec), rules("native:dynamic", **both)):
-        assert not found.keys() & {"saved_activations_compiled", "saved_activations_recomputed"}
-
-
 def test_every_rule_has_a_case():
     source = Path(__file__).read_text(encoding="utf-8")
     assert not [name for name in RULES if f'"{name}"' not in source]

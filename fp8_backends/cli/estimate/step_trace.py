@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ...compute import registry
-from ...compute.interface import scaling_buffers
 from ...compute.products import exact_product
 from ...errors import FP8BackendError
 from ...numerics.kernels.eager import PLAIN
@@ -38,10 +37,10 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
+from ...training.auditing import inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
+from ...training.observed import WorkMeter
 from ...training.weight_products import find_weight_products
-from ...training.work import WorkMeter
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
@@ -478,9 +477,9 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "outside": _elements(model) - sum(map(_elements, blocks)),
     }
     for _, root, prepared in conversion.prepared_roots(model):
-        for layer in converted_layers(root, prepared).values():
+        for layer in prepared.compute.converted_layers(root).values():
             sizes["converted"] += layer.weight.numel()
-        sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
+        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
     return sizes
 
 

@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...numerics.engine import inside_backward
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import owner_of, plain_name
+from ...numerics.modules import owner_of
 from ...numerics.parameter_swap import swap
 from ...numerics.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
-from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
-from ..cut_layers import refuse_cut_since
+from ..counts import DGRAD, KINDS, ProductCounts
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
-from ..layer_parts import is_parallel
+from ..layer_parts import is_parallel, refuse_cut_since
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from .block_products import block_engine_for
@@ -73,6 +73,8 @@ class NativeCompute(Compute):
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "the layer's own rule"
+    takes_conv1d = True
+    defers_head = True
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,7 +114,7 @@ class NativeCompute(Compute):
         return fp8_experts.build(experts, parts, layer_rule(recipe), shared, recipe.amax_history_len)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
-        layer = next((layer for _, layer in self._layers(root)), None)
+        layer = next(filter(self.is_converted, root.modules()), None)
         if layer is not None and self.engine(layer) == EMULATED:
             logger.warning(
                 "FP8 products of %s are emulated on %s: same numbers, no speed; bf16 is faster",
@@ -124,7 +126,7 @@ class NativeCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            layers = dict(self._layers(root))
+            layers = self.converted_layers(root)
             freeze(root, layers, lambda weight: isinstance(weight, FROZEN), lambda weight, _: frozen(weight), _thaw)
 
     def takes_block_codes(self, recipe: Recipe) -> bool:
@@ -179,7 +181,7 @@ class NativeCompute(Compute):
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
         codes = {}
-        for _, layer in self._layers(root):
+        for layer in filter(self.is_converted, root.modules()):
             codes[owner_of(layer)] = (WeightCodes if isinstance(layer, FP8Products) else ExpertCodes)(layer)
         # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
         # among it, and no number differs. A stock model's weights are the user's to read in forward
@@ -220,15 +222,12 @@ class NativeCompute(Compute):
 
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
         """Layers by the names of their states, which differ from rule to rule, as the states do."""
-        for name, layer in self._layers(root):
+        for name, layer in self.converted_layers(root).items():
             if layer.fp8_rule.scaling in STATEFUL:
-                yield f"{plain_name(name)}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
-        return {layer.fp8_shared for _, layer in self._layers(root)}
-
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
-        return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
+        return {layer.fp8_shared for layer in root.modules() if self.is_converted(layer)}
 
 
 class RollDelayedStates:

@@ -26,7 +26,7 @@ _PRODUCTS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD,
 
 
 def cast_of(layer: FP8Products, tensor: int, values: torch.Tensor) -> Cast | None:
-    """`ShowsCasts.cast_of`. Of a rule along the contraction it is the cast for the first of a tensor's two products: of
+    """`Compute.cast_of`. Of a rule along the contraction it is the cast for the first of a tensor's two products: of
     input and weight that for fprop, of the gradient that for dgrad. None for a head that runs in chunks of tokens, for
     a weight that is sharded, and for one that is stored in FP8 alone, of which nothing else is known here."""
     rule = layer.fp8_rule

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.library import EffectType
 
+from ...numerics.engine import inside_backward
 from ...numerics.scaling import HISTORY, INPUT, WEIGHT
-from ..counts import FPROP, RECOMPUTED, ProductCounts, inside_backward
+from ..counts import FPROP, RECOMPUTED, ProductCounts
 from .layer_rule import LayerRule
 
 _Amax = torch.Tensor | None

@@ -15,10 +15,10 @@ from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...numerics.sharded_tensor import is_distributed
-from ..cut_layers import note_whether_cut, refuse_cut_since
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
+from ..layer_parts import note_whether_cut, refuse_cut_since
 from ..products import plain_product, scaled_product, wgrad_dtype
 from .layer_rule import LayerRule, Stored, known_amax, new_state, quantized, record
 from .ledger import KeepsLedger, Ledger

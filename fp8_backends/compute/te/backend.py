@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from torch import nn
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.faults import AMAX, POSITIVE, check_values
 from ...numerics.formats import RECIPE_FORMATS
-from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import (
     GRAD_OUTPUT,
@@ -36,8 +34,7 @@ from ...numerics.scaling import (
 )
 from ...numerics.sharded_tensor import is_distributed, local_part
 from ...numerics.statistics import Cast, in_blocks
-from .. import expert_functions, hardware
-from ..chips import INSTALL_TE
+from .. import chips, expert_functions, hardware
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
@@ -49,7 +46,6 @@ from ..profiling import Layer
 if TYPE_CHECKING:
     from .conv1d import TEConv1D
     from .experts import TEExperts, TEExpertWeight
-    from .layer import TELayer
     from .linear import TELinear, TEProducts
     from .profile import TEProductProfile
     from .region import ModelState
@@ -73,22 +69,31 @@ class TransformerEngineCompute(Compute):
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fused_head")
     casts_by = "the native equivalent of TransformerEngine's rule"
+    takes_conv1d = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                f"{INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
+                f"{chips.INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
                 f"{_INSTEAD}",
             )
         if not _has_compiled_part():
             return Availability(
                 False,
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
-                f"{INSTALL_TE}, or {_INSTEAD}",
+                f"{chips.INSTALL_TE}, or {_INSTEAD}",
             )
-        supported, reason = _device_support()
+        if "transformer_engine.pytorch" in sys.modules:  # which knows the versions of driver and libraries
+            from .recipes import device_support
+
+            supported, reason = device_support("delayed")
+        else:
+            chip = hardware.chip()
+            cell = chips.cell_of("te:delayed", chip)
+            supported = cell.state_with(hardware.cuda_release()) != chips.REFUSED
+            reason = f"{chips.NOTES[cell.note].reason} (here: {chip.title})" if cell.note else ""
         if not supported:
             return Availability(False, reason, _INSTEAD)
         return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
@@ -120,9 +125,6 @@ class TransformerEngineCompute(Compute):
             )
         _, out_features, in_features = sizes_of(experts, part)
         return _unaligned(in_features, out_features, recipe)
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        return None
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
         load()
@@ -174,14 +176,14 @@ class TransformerEngineCompute(Compute):
         root.register_forward_hook(around.after, always_call=True)
 
     def after_optimizer_step(self, root: nn.Module) -> None:
-        for _, layer in self._layers(root):
+        for layer in filter(self.is_converted, root.modules()):
             layer.te_cast_weight = None
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
             from .weights import freeze
 
-            freeze(root, dict(self._layers(root)))
+            freeze(root, self.converted_layers(root))
 
     def is_converted(self, module: nn.Module) -> bool:
         layer = sys.modules.get(f"{__package__}.layer")
@@ -190,10 +192,10 @@ class TransformerEngineCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "te"
 
-    def profile(self, layers: list[Layer], keep: bool = False) -> TEProductProfile:
+    def profile(self, layers: list[Layer]) -> TEProductProfile:
         from .profile import TEProductProfile
 
-        return TEProductProfile(layers, keep)
+        return TEProductProfile(layers)
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()
@@ -244,15 +246,14 @@ class TransformerEngineCompute(Compute):
             return None
         return Cast(matrix, fmt, amax, state.scale[0 if tensor == GRAD_OUTPUT else tensor].clone())
 
+    # no `scaling_buffers`: TransformerEngine reduces amaxes over the ranks itself
+
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
             f"{name}.te_{part}": tensor
-            for name, layer in self._layers(root)
+            for name, layer in self.converted_layers(root).items()
             for part, tensor in layer.scaling_state().items()
         }
-
-    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        return []  # TransformerEngine reduces amaxes over the ranks by itself
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         def check_numbers(saved: torch.Tensor, name: str, advice: str) -> None:
@@ -262,12 +263,9 @@ class TransformerEngineCompute(Compute):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
-        for name, layer in self._layers(root):
+        for name, layer in self.converted_layers(root).items():
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
-
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELayer]]:
-        return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
 
 
 def _checked(carrier: TEProducts, recipe: Recipe) -> TEProducts:
@@ -315,18 +313,3 @@ def _has_compiled_part() -> bool:
         return True
     package = Path(importlib.util.find_spec("transformer_engine").origin).parent
     return any(any(folder.glob(f"*{name}*")) for folder in (package, package / "wheel_lib"))
-
-
-def _device_support() -> tuple[bool, str]:
-    """Whether the device can multiply FP8 matrices, and why not: asked of TransformerEngine only where it is loaded."""
-    if "transformer_engine.pytorch" in sys.modules:
-        from .recipes import device_support
-
-        return device_support("delayed")
-    if not hardware.has_gpu():
-        return False, "TransformerEngine runs on NVIDIA GPUs, and there is none here"
-    if not hardware.capabilities():
-        return False, "TransformerEngine runs on NVIDIA GPUs, and this one is AMD's"
-    if not hardware.fp8_products():
-        return False, f"this GPU has no FP8 products: compute capability {hardware.lowest_capability()}, 8.9 is needed"
-    return True, ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..counts import inside_backward
+from ...numerics.engine import inside_backward
 from .recipes import FP8GlobalStateManager
 from .region import ModelState, Region, remember_scales
 

@@ -20,7 +20,8 @@ import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_mod
 import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
+from ...numerics.engine import inside_backward
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..profiling import Layer
 from .recipes import VERSION
 from .region import ModelState
@@ -42,7 +43,7 @@ class TEProductProfile:
 
     by_shape = False
 
-    def __init__(self, layers: list[Layer], keep: bool = False) -> None:
+    def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
         self.running = self.complete = False
         self._states: set[ModelState] = {layer.module.te_state for layer in layers}
@@ -54,7 +55,8 @@ class TEProductProfile:
         """Whether this thread can stop it: any can."""
         return self.running
 
-    def start(self, take_over: bool = False, shapes: bool = True, begun: torch.nn.Module | None = None) -> bool:
+    def start(self, begun: torch.nn.Module | None = None) -> bool:
+        """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
         self._end = weakref.finalize(self, _unwatch, self._watcher, self._states)

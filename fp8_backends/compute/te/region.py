@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.autograd import Variable
 
 from ...errors import RecipeError, Refusal
-from ..counts import inside_backward
+from ...numerics.engine import inside_backward
 from ..interface import Recipe
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
 

@@ -22,11 +22,10 @@ from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of
 from ...numerics.sharded_tensor import is_distributed
 from ...numerics.statistics import Cast
 from .. import hardware
-from ..cut_layers import note_whether_cut
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
-from ..layer_parts import part_obstacle
+from ..layer_parts import note_whether_cut, part_obstacle
 from . import cpu_scaled_mm
 from .fields import scaling_of
 
@@ -53,6 +52,7 @@ class TorchAOCompute(Compute):
     unnamed_scalings: tuple[str, ...] = ("custom",)
     fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "TorchAO's formulas for the same values"
+    takes_conv1d = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:

@@ -11,9 +11,8 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
 from ..counts import DGRAD, FPROP, WGRAD
-from ..cut_layers import refuse_cut_since
-from ..derivatives import refuse_second_derivative, refuse_transforms
-from ..saved_weights import saved_by_name
+from ..derivatives import refuse_second_derivative, refuse_transforms, saved_by_name
+from ..layer_parts import refuse_cut_since
 
 
 class AOProducts(nn.Module):

@@ -36,29 +36,6 @@ COMPILATION_RULES = (
         "turn activation checkpointing off, or checkpoint selected operations only",
     ),
     Rule(
-        "fused_head_compiled",
-        "warning",
-        lambda s: s.recipe.fused_head and s.compiled == "full",
-        "fused_head does nothing in compiled code, which makes whole logits: as a whole the model has its head there",
-        "compile the repeated blocks instead (regional compilation), or leave fused_head out",
-    ),
-    Rule(
-        "saved_activations_compiled",
-        "warning",
-        lambda s: s.recipe.saved_activations != "off" and s.is_compiled,
-        "saved_activations does nothing in compiled code, which chooses by itself what it keeps for backward, and what "
-        "it computes again",
-        "leave saved_activations out, or train without torch.compile",
-    ),
-    Rule(
-        "saved_activations_recomputed",
-        "warning",
-        lambda s: s.recipe.saved_activations != "off" and bool(s.activation_checkpointing),
-        "saved_activations does nothing where activation checkpointing keeps the inputs of each layer alone, and "
-        "computes the rest again",
-        "take one of the two: saved_activations computes nothing twice, activation checkpointing keeps less",
-    ),
-    Rule(
         "flash_attention_2_compile",
         "warning",
         lambda s: s.attention in ("flash_attention_2", "kernels-community/flash-attn2") and s.is_compiled,

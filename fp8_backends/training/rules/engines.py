@@ -186,15 +186,6 @@ ENGINE_RULES = (
         always,
     ),
     Rule(
-        "fused_head_sharded",
-        "warning",
-        lambda s: s.recipe.fused_head and (s.parallel in ("fsdp1", "fsdp2") or s.zero_stage == 3 or _shares_layers(s)),
-        "fused_head does nothing where the head's weight is sharded, since logits may be read when the weight is "
-        "gathered no more: logits are made whole, as without it",
-        "leave fused_head out, or use DDP",
-        lambda s: _layers_shared(s) if _shares_layers(s) else s.parallel,
-    ),
-    Rule(
         "fp8_params_sharded",
         "error",
         lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),

@@ -29,9 +29,7 @@ from ...numerics.modules import plain_name
 from ...words import counted, listed
 from ..auditing import parameters_of, steps_of, unwrapped
 from ..conversion import prepared_roots
-from ..observed import observed_of
-from .looks import Look, ScalingLooks, largest_of, on_its_way, spoiled
-from .loss_window import LossWindow
+from .looks import Look, LossWindow, ScalingLooks, largest_of, on_its_way, spoiled
 
 if TYPE_CHECKING:
     from ...recipes.handlers import Recipe
@@ -210,7 +208,10 @@ class Guard:
             return
         look: Look | None = self._look(optimizer, groups)
         if self.recipe.guard == "warn" and look.totals.is_cuda:
-            look, self._late = self._look_before(), on_its_way(look)
+            late, self._late, look = self._late, on_its_way(look), None
+            if late is not None:  # what was seen before the last step, whose totals are on the host by now
+                look, arrived = late
+                arrived.synchronize()
         found = [] if look is None else self._faults_in(look, optimizer, groups)
         self._together += 1
         if groups and self._together % COMPARED_EVERY == 0:
@@ -243,14 +244,6 @@ class Guard:
         totals = torch.cat([losses, torch.stack([each.to(losses) for each in counts])])
         look = Look(self.step, replicas.sum_over(totals, groups), gradients, self._after_backward, over, stuck)
         self._losses = self._after_backward = None
-        return look
-
-    def _look_before(self) -> Look | None:
-        """What was seen before the last step, whose totals are on the host by now."""
-        if self._late is None:
-            return None
-        look, arrived = self._late
-        arrived.synchronize()
         return look
 
     # What is wrong
@@ -436,5 +429,5 @@ def _states_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
-    wrappers = [observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model)]
+    wrappers = [prepared.observed.wrapper for _, _, prepared in prepared_roots(model)]
     return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)

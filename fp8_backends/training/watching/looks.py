@@ -1,15 +1,17 @@
-"""What a guard sees before a step, computed on the device: gradients that are not finite, and scaling states that clip
-or are stuck."""
+"""What a guard sees before a step. On the device: gradients that are not finite, and scaling states that clip or are
+stuck. On the host: losses that spike."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from ...compute.interface import scaling_buffers, scaling_state
 from ...numerics import scaling_faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
@@ -25,6 +27,23 @@ FROZEN = 16
 """Optimizer steps after which a history that records and does not move on is stuck."""
 OPERANDS = ("input", "weight", "output's gradient")
 """The rows of a scaling state, in words."""
+
+COMPARED = 100
+"""Losses that a new one is compared with."""
+WARM_UP = 50
+"""Losses that are needed before one is judged: fewer say little of their spread."""
+SPREADS = 10.0
+"""A spike lies this many spreads above the median. Of normal numbers 6 would do (once in 1e9); losses of small batches
+have longer tails."""
+RANGES, PLAIN_RANGES = 2.0, 10.0
+"""And it lies this many times as far above the median as the largest loss of the window, by logarithms and by plain
+numbers, whose tails are longer: where batches of two kinds take turns, the spread is that of one kind."""
+LEAST_FACTOR = 1.5
+"""And it is this many times the median: the spread of a loss that hardly moves says nothing."""
+LEAST_SHARE = 0.05
+"""And it is this share of the first losses: below, a model that has learned its data by heart jumps about."""
+MOST = 3
+"""So many among COMPARED losses are no spikes but the new usual, and the window begins again."""
 
 Roots = list[tuple[nn.Module, "Prepared"]]
 
@@ -99,12 +118,13 @@ class ScalingLooks:
         any."""
         over, stuck, rolls, records = [], [], [], []
         for root, prepared in roots:
-            if not (buffers := scaling_buffers(prepared.compute, root)):
+            if not (buffers := prepared.compute.scaling_buffers(root)):
                 continue
             recipe = prepared.recipe
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
             reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
-            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), _warm_from(recipe)))
+            warm_from = WINDOW if recipe.scaling == "window" else 1
+            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), warm_from))
             stuck.append(scaling_faults.is_invalid(states, reads_history))
             rolls.append(states[..., ROLLS])
             records.append(states[..., HISTORY] != 0)
@@ -126,8 +146,8 @@ class ScalingLooks:
         """Live states by the names of their layers, those of experts as one tensor."""
         named = []
         for root, prepared in roots:
-            if buffers := scaling_buffers(prepared.compute, root):
-                names = [plain_name(name.rpartition(".")[0]) for name in scaling_state(prepared.compute, root)]
+            if buffers := prepared.compute.scaling_buffers(root):
+                names = [plain_name(name.rpartition(".")[0]) for name in prepared.compute.scaling_state(root)]
                 named += zip(names, buffers, strict=True)
         return named
 
@@ -142,7 +162,7 @@ class ScalingLooks:
         begin = 0
         for root, prepared in roots:
             recipe = prepared.recipe
-            for state in scaling_buffers(prepared.compute, root):
+            for state in prepared.compute.scaling_buffers(root):
                 rows = _rows(state)
                 marked = at_fault[begin : begin + len(rows)].unsqueeze(-1).to(rows.device)
                 new = scaling_faults.anew(rows, _format_max(recipe, rows), recipe.margin)
@@ -156,11 +176,65 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
     return state.reshape(-1, *state.shape[-2:])
 
 
-def _warm_from(recipe: Recipe) -> int:
-    return WINDOW if recipe.scaling == "window" else 1
-
-
 def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
     """The largest code of each operand's format: FP32 [3], on the device of `like`."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
     return scaling_faults.on_device((forward.max, forward.max, gradient.max), like.device)
+
+
+# Losses
+
+
+class Spike(NamedTuple):
+    """A loss far above those before it."""
+
+    loss: float
+    median: float
+    threshold: float
+
+
+class LossWindow:
+    """The last losses of a run, by whose median and median absolute deviation the next one is judged.
+
+    Where all are positive their logarithms are compared, of which even small batches have no long tails. A spike does
+    not enter the window.
+    """
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=COMPARED)
+        self.first: float | None = None
+        """The median of the first losses."""
+        self.number = 0
+        """Losses seen so far."""
+        self.spikes: deque[int] = deque(maxlen=MOST)
+        """The numbers of the last spikes."""
+
+    def see(self, loss: float) -> Spike | None:
+        """Take the finite loss of a step in, and say whether it was a spike."""
+        self.number += 1
+        spike = self._judged(loss) if len(self.losses) >= WARM_UP else None
+        if spike is None:
+            self.losses.append(loss)
+            return None
+        self.spikes.append(self.number)
+        if len(self.spikes) == MOST and self.number - self.spikes[0] < COMPARED:
+            self.losses.clear()
+            self.spikes.clear()
+        return spike
+
+    def _judged(self, loss: float) -> Spike | None:
+        median = statistics.median(self.losses)
+        if self.first is None:
+            self.first = abs(median)
+        positive = min(self.losses) > 0
+        if positive and (loss < LEAST_FACTOR * median or loss < LEAST_SHARE * self.first):
+            return None
+        values = [math.log(each) for each in self.losses] if positive else list(self.losses)
+        middle = statistics.median(values)
+        # of normal numbers, 1.4826 median absolute deviations are one standard deviation
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+        ranges = RANGES if positive else PLAIN_RANGES
+        threshold = middle + max(SPREADS * spread, ranges * (max(values) - middle))
+        if spread == 0 or (math.log(loss) if positive else loss) <= threshold:
+            return None
+        return Spike(loss, median, math.exp(threshold) if positive else threshold)

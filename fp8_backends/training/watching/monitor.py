@@ -1,8 +1,8 @@
 """Statistics of FP8 tensors while a model trains: every so many optimizer steps, for each converted layer.
 
 A sampled step has forward hooks on the layers, which the other steps have not. They ask the backend how the layer casts
-what passes it (`ShowsCasts`), count on the device what the cast does, and change nothing. At the end of the step all
-numbers come to the host at once, and rank 0 adds a line of JSON to a file: of its own tensors, of its own batch.
+what passes it (`Compute.cast_of`), count on the device what the cast does, and change nothing. At the end of the step
+all numbers come to the host at once, and rank 0 adds a line of JSON to a file: of its own tensors, of its own batch.
 
 All microbatches of the step count together, for a weight the first. What activation checkpointing computes again counts
 once. Layers that run in compiled code cannot be watched there: `torch.compile` steps aside for a sampled step, on every
@@ -28,18 +28,17 @@ import torch
 from torch import nn
 
 from ...announcement import is_main_process
-from ...compute.counts import inside_backward
-from ...compute.interface import ShowsCasts
+from ...compute.interface import Compute
+from ...numerics.engine import inside_backward
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
-from ...numerics.modules import CONVERSION, inert_hook, is_traced
+from ...numerics.modules import CONVERSION, TemporaryHook, is_traced
 from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
 from ...words import listed, share
-from ..auditing import converted_layers, steps_of
+from ..auditing import steps_of
 from ..conversion import PREPARED, prepared_roots
-from ..observed import observed_of
 from .guard import guard_of
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
     if not recipe.monitor_every:
         return
     roots = [root for model in models for root in prepared_roots(model)]
-    roots = [root for root in roots if observed_of(root[2]).optimizers()[:1] == [optimizer]]
+    roots = [root for root in roots if root[2].observed.optimizers()[:1] == [optimizer]]
     if monitor is None:
         monitor = Monitor(recipe)
         optimizer.register_step_post_hook(monitor)
@@ -191,12 +190,12 @@ class Watched:
     """A prepared root and its FP8 layers."""
 
     def __init__(self, root: nn.Module, prepared: Prepared) -> None:
-        self.root, self.prepared, self.layers = root, prepared, converted_layers(root, prepared)
+        self.root, self.prepared, self.layers = root, prepared, prepared.compute.converted_layers(root)
 
     @property
     def runs_compiled(self) -> bool:
         """Whether some layer took no part in the first step that Python saw."""
-        return "torch._dynamo" in sys.modules and not self.layers.keys() <= observed_of(self.prepared).work.keys()
+        return "torch._dynamo" in sys.modules and not self.layers.keys() <= self.prepared.observed.work.keys()
 
 
 class Sample:
@@ -240,7 +239,7 @@ class Sample:
     def _end_forward(self, *_) -> None:
         self.trains = False
 
-    def _after_layer(self, name: str, compute: ShowsCasts, layer: nn.Module, args, kwargs, output: Any) -> None:
+    def _after_layer(self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any) -> None:
         if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has many
             return
         if CONVERSION not in layer.__dict__:  # restored meanwhile
@@ -253,7 +252,7 @@ class Sample:
             output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
 
     @torch.no_grad()
-    def _count(self, name: str, compute: ShowsCasts, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+    def _count(self, name: str, compute: Compute, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
         if tensor != WEIGHT:
             values = local_part(values)  # under tensor parallelism this rank's, whose own amax may be a smaller one
         if not self.records or not values.numel():
@@ -274,14 +273,14 @@ class Sample:
     def numbers(self) -> dict[tuple[str, str], Numbers]:
         """All that was counted, with what a level stores, by layer and tensor. Waits for the device."""
         for each in self.watched:
-            optimizers = observed_of(each.prepared).optimizers()
+            optimizers = each.prepared.observed.optimizers()
             for name, layer in each.layers.items():
                 for what, tensor in _stored_of(layer.weight, optimizers).items():
                     self.counted[name, what] = _of_stored(tensor)
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
 
 
-class Hook:
+class Hook(TemporaryHook):
     """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -290,9 +289,6 @@ class Hook:
     def __call__(self, *args) -> None:
         if not is_traced():
             self.call(*args)
-
-    def __reduce__(self):
-        return inert_hook, ()
 
 
 def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ScaledTensor]:
