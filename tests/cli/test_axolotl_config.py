@@ -225,7 +225,7 @@ def test_axolotls_own_rules_and_their_gaps(hopper, rule, fires, near):
 
 
 def test_fp8_all_gather_goes_with_the_tensorwise_recipe_only():
-    with pytest.raises(RecipeError, match="a.yaml: enable_fsdp_float8_all_gather.*with ao:tensorwise only"):
+    with pytest.raises(RecipeError, match="a.yaml: enable_fsdp_float8_all_gather.*only by ao:tensorwise"):
         meant(**FP8, **FSDP2, fp8_config={"recipe": "rowwise"}).findings()
 
 

@@ -106,7 +106,7 @@ def check(model: nn.Module) -> list[str]:
 
 def ask(model: nn.Module) -> str:
     batches: list[torch.Tensor] = [torch.randn(4, 32)]
-    advice: Advice = fp8_backends.advise(model, batches, "native", min_flops_share=0.9, held_out=batches)
+    advice: Advice = fp8_backends.advise(model, batches, "native", min_flops_share=0.9)
     recipe: Recipe = advice.recipe
     return f"{advice.verdict} {recipe.name}"
 
