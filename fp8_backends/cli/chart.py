@@ -205,12 +205,8 @@ def _readable(levels: list[Level]) -> str:
     ]
     for level in levels:
         if not level.not_measured:
-            words = [level.name, level.gemm, level.comm, level.weight, level.master, level.gradient, level.optimizer]
-            sizes = (
-                *(level.bytes_per_element, level.transient_bytes_per_element),
-                *(level.accumulation_bytes_per_element, level.released_bytes_per_element),
-            )
-            rows.append([*words, *("–" if size is None else f"{size:.4g}" for size in sizes)])
+            cells = [*asdict(level).values()][: len(rows[0])]
+            rows.append(["–" if each is None else each if isinstance(each, str) else f"{each:.4g}" for each in cells])
     notes = [*_LEGEND, ("around FP8", hardware.fast_precision(_device()))]
     notes += [("not measured", f"{level.name}: {level.not_measured}") for level in levels if level.not_measured]
     return f"{table(rows)}\n\n{paragraphs(notes)}"

@@ -1,4 +1,4 @@
-"""The pages of all commands: each one file without outside references, in the colours of one style sheet.
+"""Draw the page of every command: one file without outside references, in the colours of one style sheet.
 
 Charts are as wide as the screen: across, places are percentages. Colours are variables of the style sheet, which has
 light and dark ones.

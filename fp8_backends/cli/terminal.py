@@ -1,4 +1,4 @@
-"""What all commands print: paragraphs, tables and progress. Rich lays them out, imported when something is printed."""
+"""Print paragraphs, tables and progress for every command, laid out by rich, imported at the first table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WIDTH = 100
 
 
 class Verdict(NamedTuple):
-    """What stands at the top of a report."""
+    """The top of a report, printed or on a page."""
 
     mood: str
-    """`good`, `open` or `bad`, as the style sheet of pages has it."""
+    """`good`, `open` or `bad`: classes of the style sheet."""
     headline: str
     details: list[str]
 
@@ -32,7 +32,7 @@ def width() -> int:
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
-    """Texts beside their labels. A label may be empty. Long words, such as addresses of pages, stay whole."""
+    """Lay texts out beside their labels. A label may be empty. Long words, such as addresses of pages, stay whole."""
     rows, lines = list(rows), []
     start = max([label_width, *(len(label) for label, _ in rows)]) + 1 if label_width else 0
     for label, text in rows:
@@ -43,7 +43,7 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
 
 
 def wrapped(text: str) -> str:
-    """A text without a label."""
+    """Lay out a text without a label."""
     return paragraphs([("", text)], label_width=0)
 
 
@@ -69,8 +69,8 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
-    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column, which
-    stands to the left."""
+    """Draw headings and cells in as many parts as the width asks for. Each part begins with the first column, aligned
+    to the left."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
 
 
 class Progress:
-    """Says on standard error what takes its time: one line, and on a terminal its steps and seconds as they pass.
+    """Show on standard error that work goes on: one line, and on a terminal its steps and seconds as they pass.
 
     Used in a `with` statement; called with the name of each step as it begins. Before the first one it says nothing.
     """

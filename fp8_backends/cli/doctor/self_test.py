@@ -15,16 +15,15 @@ import itertools
 import json
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
@@ -87,47 +86,39 @@ def run(backends: Sequence[str]) -> list[SelfTest]:
 def _run_in_process(backends: list[str]) -> list[SelfTest]:
     """Return the results up to the first test that the process did not survive; at least one."""
     command = [sys.executable, "-m", __name__, *backends]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
-    )
-    lines: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
-    results, limit = [], STARTS_WITHIN
-    try:
-        for backend in backends:
-            line = lines.get(timeout=limit)
-            if line is None:
-                process.wait()
-                return [*results, SelfTest(backend, False, _death(process.returncode, errors))]
-            results.append(SelfTest(**json.loads(line)))
-            limit = ENDS_WITHIN
-    except queue.Empty:
-        return [*results, SelfTest(backend, False, f"the test did not end within {limit:.0f} seconds")]
-    finally:
-        if process.poll() is None:
+    results, reasons, limit = [], [], STARTS_WITHIN
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), start_new_session=True
+        )
+
+        def kill(*late: str) -> None:  # with what it may have started, in its own session
+            reasons.extend(late)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it may have started, in its own session
-        process.wait()
-        process.stdout.close()
-    return results
+                os.killpg(process.pid, signal.SIGKILL)
 
-
-def _read(stream: IO[str], lines: queue.Queue) -> None:
-    for line in stream:
-        if line.startswith(_MARK):
-            lines.put(line.removeprefix(_MARK))
-    lines.put(None)
-
-
-def _death(code: int, errors: list[str]) -> str:
-    if code < 0:
-        return f"the test ended its process with {signal.Signals(-code).name}"
-    # a library that was interrupted may end with nanobind's list of what it leaked
-    own = list(itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors))
-    last_line = next((line.strip() for line in reversed(own) if line.strip()), "no message")
-    return f"the test ended its process with code {code}: {last_line}"
+        try:
+            for backend in backends:
+                timer = threading.Timer(limit, kill, [f"the test did not end within {limit:.0f} seconds"])
+                timer.start()
+                line = next((line for line in process.stdout if line.startswith(_MARK)), None)
+                timer.cancel()
+                if line is None:
+                    code = process.wait()
+                    errors.seek(0)
+                    # a library that was interrupted may end with nanobind's list of what it leaked
+                    lines = itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors)
+                    last_line = ([line.strip() for line in lines if line.strip()] or ["no message"])[-1]
+                    how = f"code {code}: {last_line}" if code >= 0 else signal.Signals(-code).name
+                    reasons.append(f"the test ended its process with {how}")
+                    return [*results, SelfTest(backend, False, reasons[0])]
+                results.append(SelfTest(**json.loads(line.removeprefix(_MARK))))
+                limit = ENDS_WITHIN
+            return results
+        finally:
+            kill()
+            process.wait()
+            process.stdout.close()
 
 
 def _environment() -> dict[str, str]:

@@ -117,7 +117,9 @@ class ModelShape:
         tokens = counted(sequence, "token")
         if first == _SPECTROGRAMS:
             return f"{counted(batch, 'spectrogram')} of {self._frames} frames with a transcript of {tokens}"
-        both = " for the encoder and as many for the decoder" if self._has_decoder_apart else ""
+        both = (
+            " for the encoder and as many for the decoder" if getattr(self.config, "is_encoder_decoder", False) else ""
+        )
         return f"{counted(batch, 'sequence')} of {tokens}{both}"
 
     @property
@@ -129,16 +131,14 @@ class ModelShape:
     def _frames(self) -> int:
         return 2 * self.config.max_source_positions  # a convolution halves them before they get positions
 
-    @property
-    def _has_decoder_apart(self) -> bool:
-        return bool(getattr(self.config, "is_encoder_decoder", False))
-
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
         """Return its repeated layers, if they are alike but for the first one: one list, or the encoder's and the
         decoder's; else none."""
         if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
             return []
-        parts = [model.get_encoder(), model.get_decoder()] if self._has_decoder_apart else [model]
+        parts = (
+            [model.get_encoder(), model.get_decoder()] if getattr(self.config, "is_encoder_decoder", False) else [model]
+        )
         stacks = [self._blocks(part) for part in parts]
         return stacks if all(stacks) else []
 

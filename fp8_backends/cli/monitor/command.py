@@ -73,7 +73,7 @@ def as_json(samples: Samples) -> dict[str, Any]:
 
 
 def in_words(samples: Samples, worst: int) -> str:
-    """Say what the file holds: findings, the worst tensors, remarks."""
+    """Show findings, the worst tensors and remarks."""
     first, last = samples.steps[0], samples.steps[-1]
     head = f"{samples.last['recipe']}: {counted(len(samples.records), 'sample')}, steps {first} to {last}"
     parts = [head, str(findings(samples))]
@@ -114,7 +114,7 @@ def findings(samples: Samples) -> Verdict:
 
 
 def remarks(samples: Samples) -> list[tuple[str, str]]:
-    """What the numbers are of, each with its label."""
+    """Explain the numbers, each remark with its label."""
     last = samples.last
     rows = [
         ("casts", f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first"),
