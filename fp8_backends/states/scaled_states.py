@@ -190,10 +190,6 @@ class ScaledStates:
         rounded = any(self.moment_format(p, name)[0] != torch.float32 for name in self.roles_of(group))
         return not (rounded or _is_scaled(p)) and p.dtype == torch.float32
 
-    def elements_to_scale(self) -> int:
-        """The number of elements whose steps PyTorch's own implementation does not make."""
-        return sum(p.numel() for group in self.param_groups for p in group["params"] if not self._is_plain(group, p))
-
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The parameter's state. It is filled before the first step."""
         state = self.state[p]

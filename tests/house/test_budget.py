@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 41_480, 240
+LINES, FILES = 41_481, 240
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 
