@@ -333,10 +333,10 @@ def _copy_(func, target, source, non_blocking=False):
     stays_exact = stored.copied and not isinstance(source, ScaledTensor)
     if target._view is None and stored.partial in (False, SHARD):
         stored.state_dict_copies.accept()
-    if target._view is None and stored.partial in (False, SHARD) and not stays_exact:
-        stored.edited = None
-        _replace(stored, source, non_blocking)
-        return target
+        if not stays_exact:
+            stored.edited = None
+            _replace(stored, source, non_blocking)
+            return target
     whole = _editable(target, func)
     target.in_whole(whole).copy_(_values(source))
     if stays_exact or stored.accumulates or stored.edited is not None:

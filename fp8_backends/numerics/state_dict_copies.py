@@ -66,13 +66,13 @@ class StateDictCopies:
 
     def check(self) -> None:
         """Raise `FP8BackendError` if a copy was written to, once for each write."""
-        if any(each.is_written for each in self.copies):
-            name = next(each.name for each in self.copies if each.is_written)
+        written = next((each for each in self.copies if each.is_written), None)
+        if written is not None:
             self.accept()
             raise FP8BackendError(
-                f"{name}: a tensor of state_dict() was written to, and the weight is unchanged: FP8 weights are saved "
-                f"as plain copies. Write to model.parameters(), or pass the changed dict to model.load_state_dict(). "
-                f"To change only what is saved, clone() first"
+                f"{written.name}: a tensor of state_dict() was written to, and the weight is unchanged: FP8 weights "
+                f"are saved as plain copies. Write to model.parameters(), or pass the changed dict to "
+                f"model.load_state_dict(). To change only what is saved, clone() first"
             )
 
     def accept(self) -> None:
