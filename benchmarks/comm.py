@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 import fp8_backends
 from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, reduce_scatter
-from fp8_backends.numerics.kernels.wire import dispatch as messages
+from fp8_backends.numerics.kernels import messages
 
 BACKWARD = re.compile(r"evaluate_function: \w+Backward\d*$")
 MESSAGE_KERNELS = ("_pack_kernel", "_sum_kernel", "_unpack_kernel")

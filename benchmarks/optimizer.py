@@ -17,8 +17,8 @@ import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
 from fp8_backends.numerics.formats import E4M3, E4M11, FP16, ROOT8, Format
-from fp8_backends.numerics.kernels.adam.bounds import measured
-from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
+from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hypers
+from fp8_backends.numerics.kernels.adam_table import measured
 from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 
@@ -94,7 +94,7 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
                 zip(parameters, hypers.unbind(), records, strict=True)
             )
         ]
-        AdamSteps(jobs, fused=compiled, compiled=compiled).run()
+        AdamSteps(jobs, fused=compiled).run()
 
     of = [sum(bytes_of([each[i]]) for each in parameters) / numel for i in range(5)]
     read, written = sum(of[:4]), of[0] + of[2] + of[3] + of[4]

@@ -6,11 +6,15 @@ nothing.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from fp8_backends.numerics.kernels.wire import reference
-from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
+from fp8_backends.numerics.kernels import messages
+from fp8_backends.numerics.kernels.layouts import BLOCK, Part
 
+PASSES = ("pack", "encode", "reduce", "reduce_values", "unpack", "decode", "dequantize")
+reference = SimpleNamespace(**{name: getattr(messages, name).__wrapped__ for name in PASSES})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 2.0**-126, 3.4e38, -225.0, 464.0)
 
@@ -63,9 +67,9 @@ def check_pack(passes, dtype: torch.dtype, rows: int, rank: int, rounded: bool) 
     of_rank = parts(dtype, seed=rank)
     numel = of_rank[-1].start + of_rank[-1].values.numel() + 1
     columns = -(-numel // (rows * BLOCK)) * BLOCK
-    messages, own = passes.pack(of_rank, rows, columns, rank, rounded)
+    sent, own = passes.pack(of_rank, rows, columns, rank, rounded)
     expected, its_own = reference.pack(of_rank, rows, columns, rank, rounded)
-    assert same_messages(messages, expected, None if rounded else rank)
+    assert same_messages(sent, expected, None if rounded else rank)
     assert same(own, its_own)
 
 
@@ -103,17 +107,17 @@ def check_unpack(passes, dtype: torch.dtype, rows: int) -> None:
     """Written between the elements that stay as they are."""
     wanted = parts(dtype, 0)
     columns = -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * BLOCK)) * BLOCK
-    messages = received(rows, columns)
+    arrived = received(rows, columns)
     made, expected = ([torch.full((len(p.values) + 2,), 7.0, dtype=dtype) for p in wanted] for _ in range(2))
     for each, implementation in ((made, passes), (expected, reference)):
-        implementation.unpack(messages, [Part(e[1:-1], p.start) for e, p in zip(each, wanted, strict=True)])
+        implementation.unpack(arrived, [Part(e[1:-1], p.start) for e, p in zip(each, wanted, strict=True)])
     assert all(map(same, made, expected))
     assert all(each[0] == each[-1] == 7 for each in made)
 
 
 def check_decode(passes, rows: int, columns: int) -> None:
-    messages = received(rows, columns)
-    for made, expected in zip(passes.decode(messages), reference.decode(messages), strict=True):
+    arrived = received(rows, columns)
+    for made, expected in zip(passes.decode(arrived), reference.decode(arrived), strict=True):
         assert made.is_contiguous() and same(made.view(torch.uint8), expected.view(torch.uint8))
-    codes, scale_inv = (each[0] for each in reference.decode(messages))
+    codes, scale_inv = (each[0] for each in reference.decode(arrived))
     assert same(passes.dequantize(codes, scale_inv), reference.dequantize(codes, scale_inv))

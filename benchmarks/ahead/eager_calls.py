@@ -98,7 +98,7 @@ def through_the_kernels() -> None:
     from fp8_backends.compute import products
     from fp8_backends.compute.native import block_products
     from fp8_backends.numerics.kernels import triton_gate
-    from fp8_backends.numerics.kernels.eager import is_eager
+    from fp8_backends.numerics.kernels.triton_gate import is_eager
 
     class Guard:
         """As dear as `torch.cuda.device`."""

@@ -23,9 +23,9 @@ from measuring import machine  # noqa: E402
 import fp8_backends  # noqa: E402
 from fp8_backends.compute.products import engine_for  # noqa: F401
 from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: F401
-from fp8_backends.numerics.kernels.adam.bounds import measured
-from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper  # noqa: F401
-from fp8_backends.numerics.kernels.quantize import dispatch as quantization  # noqa: F401
+from fp8_backends.numerics.kernels import quantize as quantization  # noqa: F401
+from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper  # noqa: F401
+from fp8_backends.numerics.kernels.adam_table import measured
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize  # noqa: F401
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
 

@@ -29,9 +29,9 @@ from measuring import interleaved, summary, synchronize, table, write_json  # no
 
 from fp8_backends.numerics import scaling  # noqa: F401
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast  # noqa: F401
+from fp8_backends.numerics.kernels import quantize as quantization  # noqa: F401
 from fp8_backends.numerics.kernels import triton_gate  # noqa: F401
-from fp8_backends.numerics.kernels.quantize import dispatch as quantization  # noqa: F401
-from fp8_backends.numerics.kernels.quantize.layouts import Layouts  # noqa: F401
+from fp8_backends.numerics.kernels.layouts import Layouts  # noqa: F401
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
 
 SHAPES = {"cuda": [(8192, 4096), (8192, 14336)], "cpu": [(48, 80)]}
@@ -61,7 +61,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """The first of the two passes of `dynamic`, alone."""
     if not triton_gate.usable(x):
         return quantization.amax_of(x)
-    from fp8_backends.numerics.kernels.quantize import triton_quantize
+    from fp8_backends.numerics.kernels import triton_quantize
 
     return triton_quantize.amax(x)
 
@@ -172,8 +172,8 @@ def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> l
 
 def other_tiles() -> dict:
     """The same kernels with other tiles; the one in use is among KERNELS."""
-    from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
-    from fp8_backends.numerics.kernels.quantize.triton_quantize import Tile
+    from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
+    from fp8_backends.numerics.kernels.triton_quantize import Tile
 
     def cast(tile: Tile) -> Callable:
         return lambda x: triton_quantize.quantize(x, E4M3, one(x), tile=tile)

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
-from ..numerics.kernels.eager import on_device
+from ..numerics.kernels.triton_gate import on_device
 from ..numerics.meshes import agreed_over
 from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
 from .two_shot import BLOCK, AllReduce, Part, Reduced

@@ -14,7 +14,7 @@ more, as those of an embedding or a head do: then one scale for the tensor turns
 it. A scale is a power of two and travels as its exponent, one byte (E8M0): 129 bytes for 128 elements. A block with an
 inf or a NaN has the scale NaN, on every rank.
 
-Everything travels as bytes: gloo refuses float8, and NCCL has no need to know. `numerics/kernels/wire` makes and reads
+Everything travels as bytes: gloo refuses float8, and NCCL has no need to know. `numerics/kernels` makes and reads
 the bytes, with one pass over memory for each arrow above.
 """
 
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from ..numerics.formats import E4M3
-from ..numerics.kernels.wire import dispatch as wire
-from ..numerics.kernels.wire.dispatch import decode, encode
-from ..numerics.kernels.wire.reference import BLOCK, Part
+from ..numerics.kernels import messages as wire
+from ..numerics.kernels.layouts import BLOCK, Part
+from ..numerics.kernels.messages import decode, encode
 
 LONG = 2**18
 """From so many values on, a message may end with zeros, 0.8 % at most."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
-from ..numerics.kernels.eager import PLAIN
+from ..numerics.kernels.triton_gate import PLAIN
 from ..numerics.scaled_tensor import stored_parts
 from ..numerics.sharded_tensor import is_distributed
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD

@@ -29,7 +29,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
-from ..numerics.kernels.quantize.dispatch import dequantize_blocks, quantize_blocks
+from ..numerics.kernels.quantize import dequantize_blocks, quantize_blocks
 from ..numerics.modules import CONTAINER
 from ..numerics.scaling import Quantized
 from .derivatives import refuse_second_derivative

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import FP8BackendError
-from ..numerics.kernels.loss.dispatch import cross_entropy
+from ..numerics.kernels.backward import cross_entropy
 from .derivatives import refuse_second_derivative
 from .products import plain_product
 

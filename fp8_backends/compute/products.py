@@ -18,7 +18,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..numerics.kernels.quantize import cpu_casts
+from ..numerics.kernels import cpu_casts
 from ..numerics.scaling import Quantized
 from . import hardware
 

@@ -1,6 +1,6 @@
 """Pairs: numbers of `formats.E4M11`, in two planes of eight bits each.
 
-`kernels.adam.rounding` has the definition. On a CPU it runs on parts of a tensor that stay in the cache.
+`kernels.rounding` has the definition. On a CPU it runs on parts of a tensor that stay in the cache.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from .formats import E4M3, E4M11
-from .kernels.adam import rounding
-from .kernels.eager import is_eager
+from .kernels import rounding
+from .kernels.triton_gate import is_eager
 
 PART = 2**15
 """Elements of one part on a CPU."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .formats import E4M3
-from .kernels.quantize.dispatch import dequantize_blocks, quantize_blocks
+from .kernels.quantize import dequantize_blocks, quantize_blocks
 from .scaling import MX, Quantized
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
 from .formats import E4M3, FORMAT_OF, ROOT8
-from .kernels.gradients import dispatch as gradients
+from .kernels import backward as gradients
 from .scaled_tensor import (
     FRESH,
     OPERATIONS,

@@ -28,10 +28,10 @@ from torch import nn
 from ..errors import FP8BackendError
 from . import pairs
 from .formats import E4M3, E4M11, E5M2, FORMAT_OF, ROOT8, Format, saturating_cast
-from .kernels.adam import rounding
-from .kernels.eager import is_eager
-from .kernels.quantize import dispatch as quantization
-from .kernels.quantize.layouts import POWER_OF_TWO
+from .kernels import quantize as quantization
+from .kernels import rounding
+from .kernels.layouts import POWER_OF_TWO
+from .kernels.triton_gate import is_eager
 from .meshes import agreed_over, shard_groups
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
 from .state_dict_copies import StateDictCopies

@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import FP8BackendError
-from .kernels.eager import is_eager
+from .kernels.triton_gate import is_eager
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .formats import ROOT8, Format, saturating_cast
-from .kernels.adam.rounding import decoded
+from .kernels.rounding import decoded
 from .scaling import Blocks, tensor_amax
 
 SAMPLED = 2**16

@@ -2,7 +2,7 @@
 
 The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals; at O3 the master, from which it then
 makes the E4M3 weight. It computes in FP32, and rounds with scales that follow from bounds of this step's amaxes: all
-parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1,
+parameters in one kernel where the device has one (`numerics/kernels`). Plain FP32 parameters with FP32 states (O1,
 or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
 """
 
@@ -16,16 +16,13 @@ import torch
 from torch.optim.adam import adam
 
 from ..numerics.faults import NOT_NEGATIVE, Range
-from ..numerics.kernels.adam.bounds import LEAST_ROOT, measured
-from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers, has_kernels
+from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hypers, has_kernels
+from ..numerics.kernels.adam_table import LEAST_ROOT, measured
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
 from .lost_updates import MOMENTS, share_of_lost_updates
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
-
-COMPILE_FROM = 2**22
-"""Where no fused kernel makes the step: from this many elements on, `torch.compile` (half a minute, once) pays."""
 
 ADAMW = Declaration(
     torch.optim.AdamW,
@@ -50,7 +47,7 @@ class _Record(NamedTuple):
 class Records:
     """The largest numbers of the tensors that the last step has stored, by the `id` of a parameter.
 
-    A step of one pass needs those before it and leaves those after it (`numerics/kernels/adam/bounds.py`). They are no
+    A step of one pass needs those before it and leaves those after it (`numerics/kernels/adam_table.py`). They are no
     part of a checkpoint: after loading, as after any other write, they are measured again, which gives the same
     numbers."""
 
@@ -118,7 +115,7 @@ class ScaledMoments(ScaledStates):
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
         jobs = [self._with_record(*each) for each in zip(jobs, views, states, strict=True)]
-        steps = AdamSteps(jobs, compiled=sum(view.parameter.numel() for view in views) >= COMPILE_FROM)
+        steps = AdamSteps(jobs)
         if any(view.is_shard for view in views):
             sharding.run_agreed(steps, [view.parameter for view in views])
         else:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import FP8BackendError
 from ..numerics.faults import Range
 from ..numerics.formats import FORMAT_OF
-from ..numerics.kernels.adam.dispatch import Slot
+from ..numerics.kernels.adam import Slot
 from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted

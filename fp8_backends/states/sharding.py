@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ..numerics.kernels.adam.dispatch import Slot, is_finite
+from ..numerics.kernels.adam import Slot, is_finite
 from ..numerics.meshes import agreed_over
 from ..numerics.sharded_tensor import is_distributed, local_part, shard_groups, with_local
 

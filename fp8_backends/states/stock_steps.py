@@ -18,17 +18,17 @@ import torch
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
-from ..numerics.kernels.adam.dispatch import Slot, is_finite
-from ..numerics.kernels.adam.rounding import (
+from ..numerics.kernels import cpu_casts
+from ..numerics.kernels.adam import Slot, is_finite
+from ..numerics.kernels.rounding import (
     EXP_AVG_BITS,
     EXP_AVG_SQ_BITS,
     WEIGHT_BITS,
-    RandomBits,
     codes_of,
     decoded,
     random_bits,
+    random_key,
 )
-from ..numerics.kernels.quantize import cpu_casts
 from ..numerics.scaled_tensor import ScaledTensor, block_amax, tensor_amax_of
 from ..numerics.scaling import power_of_two_scale, scale_inv_of
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
@@ -253,13 +253,13 @@ class _Step:
         """Store a part, rounded with scales from the amaxes of all parts."""
         weight = values[WEIGHT]
         size = ROUNDED_ON_A_CPU if weight.device.type == "cpu" else max(weight.numel(), 1)
-        bits = None
+        key = None
         if self.rounding == "stochastic":
-            step = (self.state["step"] + 1).to(weight.device, torch.float32)
-            bits = RandomBits(self.view.index, step, size, self.view.first)
+            key = random_key(self.view.index, (self.state["step"] + 1).to(weight.device, torch.float32))
         for start in range(0, weight.numel(), size):
             piece = slice(span.start + start, span.start + min(start + size, weight.numel()))
-            random = None if bits is None else random_bits(1, *bits.part(piece.start, piece.stop)).view(-1)
+            first, count = self.view.first + piece.start, piece.stop - piece.start
+            random = None if key is None else random_bits(key, first, count)
             for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
                 slot, rounded = self.slots[name], values[name][start : start + size]
                 _write(slot, piece, _scaled(slot, piece, rounded, amax), role, random)

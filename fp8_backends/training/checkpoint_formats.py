@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..numerics.formats import E4M3
-from ..numerics.kernels.quantize import dispatch as quantization
-from ..numerics.kernels.quantize.layouts import POWER_OF_TWO
+from ..numerics.kernels import quantize as quantization
+from ..numerics.kernels.layouts import POWER_OF_TWO
 from ..numerics.scaling import ROWS, SQUARES, Quantized
 
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"

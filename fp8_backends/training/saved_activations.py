@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
-from ..numerics.kernels.eager import PLAIN, is_eager
+from ..numerics.kernels.triton_gate import PLAIN, is_eager
 from ..numerics.modules import CONVERSION, is_traced, renumber
 from ..numerics.saved_values import DTYPES, PackedValues, ValuesFunction, packed
 from ..recipes.fields import SAVED_ACTIVATIONS

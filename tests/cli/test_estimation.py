@@ -33,8 +33,8 @@ from fp8_backends.cli.estimate.step_trace import MemoryTracker, StepSettings, St
 from fp8_backends.compute import registry
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels.loss.dispatch import cross_entropy
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.kernels.backward import cross_entropy
+from fp8_backends.numerics.kernels.quantize import quantize
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.training import conversion
 from fp8_backends.training.auditing import audit

@@ -6,10 +6,9 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.numerics.kernels.wire import cpu as message_chunks
-from fp8_backends.numerics.kernels.wire import dispatch as messages
-from fp8_backends.numerics.kernels.wire import reference as message_reference
-from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
+from fp8_backends.numerics.kernels import cpu_messages as message_chunks
+from fp8_backends.numerics.kernels import messages
+from fp8_backends.numerics.kernels.layouts import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])
@@ -51,14 +50,14 @@ def test_averages_are_written_where_they_are_wanted(chunks, dtype, rows):
 
 @pytest.mark.parametrize("columns", [1, 127, 128, 1000])
 def test_codes_and_scales_come_out_again(chunks, columns):
-    cases.check_decode(chunks, 3, columns)
+    cases.check_decode(messages, 3, columns)
 
 
 def test_every_code_is_decoded():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
-        result, expected = (m.dequantize(codes, scale_inv) for m in (message_chunks, message_reference))
+        result, expected = (passes.dequantize(codes, scale_inv) for passes in (message_chunks, cases.reference))
         ordinary = ~expected.isnan()  # NaN's code occurs beside the scale NaN only
         assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 

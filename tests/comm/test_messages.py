@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.comm.two_shot import BLOCK, decode, encode
-from fp8_backends.numerics.kernels.wire.reference import values_of
+from fp8_backends.numerics.kernels.messages import values_of
 from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3_STEP = 2.0**-4

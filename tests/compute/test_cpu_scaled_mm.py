@@ -8,7 +8,7 @@ from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
 from fp8_backends.compute.torchao import cpu_scaled_mm
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels.quantize import cpu_casts
+from fp8_backends.numerics.kernels import cpu_casts
 
 
 @pytest.fixture

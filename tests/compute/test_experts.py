@@ -31,7 +31,7 @@ from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize_blocks
+from fp8_backends.numerics.kernels.quantize import quantize_blocks
 from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.numerics.scaling import (
     INPUT,

@@ -8,7 +8,7 @@ from fp8_backends.compute import hardware, products
 from fp8_backends.compute.products import engine_for, plain_product, scaled_product
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.kernels.quantize import quantize
 from fp8_backends.numerics.scaling import ROWS, Quantized
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8_backends.compute import products
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.numerics.kernels.quantize import cpu_casts
-from fp8_backends.numerics.kernels.quantize import dispatch as quantization
-from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
+from fp8_backends.numerics.kernels import cpu_casts
+from fp8_backends.numerics.kernels import quantize as quantization
+from fp8_backends.numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
 from fp8_backends.numerics.scaling import (
     INPUT,
     MX,

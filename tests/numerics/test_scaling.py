@@ -11,7 +11,7 @@ from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.numerics.formats import FORMATS as TABLE
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.kernels.quantize import quantize
 
 FORMATS = [E4M3, E5M2]
 QUANTIZERS = {"one scale": lambda x, fmt: quantize(x, fmt).along_columns(), "rowwise": scaling.ROWS.quantize}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from level_steps import OPTIMIZERS, loss_of, parameters_of, prepared, train
 
-from fp8_backends.numerics.kernels.adam.bounds import measured
-from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps
-from fp8_backends.numerics.kernels.quantize import dispatch as quantization
+from fp8_backends.numerics.kernels import quantize as quantization
+from fp8_backends.numerics.kernels.adam import AdamSteps
+from fp8_backends.numerics.kernels.adam_table import measured
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.scaling import tensor_amax
 from fp8_backends.states import adamw

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_iter
 from ...compute import registry
 from ...compute.products import exact_product
 from ...errors import FP8BackendError
-from ...numerics.kernels.eager import PLAIN
-from ...numerics.kernels.loss.dispatch import cross_entropy
-from ...numerics.kernels.quantize import dispatch as quantization
+from ...numerics.kernels import quantize as quantization
+from ...numerics.kernels.backward import cross_entropy
+from ...numerics.kernels.triton_gate import PLAIN
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates

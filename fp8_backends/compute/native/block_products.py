@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...numerics.kernels.quantize.dispatch import dequantize_blocks
+from ...numerics.kernels.quantize import dequantize_blocks
 from ...numerics.scaling import MX, SQUARES, Blocks, Quantized
 from ..products import ALIGNMENT, SCALED_MM, VALUES, engine_for, pad, row_major
 

@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.gathered_codes import AMAX, GatheredCodes
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
 from ...numerics.scaling import ROWS, Blocks, Quantized
 from ...numerics.sharded_tensor import is_distributed
 from .. import expert_functions

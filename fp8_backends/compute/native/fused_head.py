@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...numerics.formats import Format
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, Quantized
 from ..counts import DGRAD, FPROP, KINDS, RECOMPUTED, WGRAD
 from ..deferred_logits import DefersLogits

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ...numerics.gathered_codes import DGRAD, FPROP
-from ...numerics.kernels.quantize import dispatch as quantization
+from ...numerics.kernels import quantize as quantization
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import (
     MX,

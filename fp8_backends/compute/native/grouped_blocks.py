@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from ...numerics.formats import FORMATS, Format
-from ...numerics.kernels.quantize.dispatch import quantize_blocks
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
+from ...numerics.kernels.quantize import quantize_blocks
 from ...numerics.scaling import Blocks, Quantized
 from .grouped_products import READS_SIZES, Groups, rows_of_groups, zeros_where_empty
 from .layer_rule import ALONG_CONTRACTION, LayerRule, Stored

@@ -7,7 +7,7 @@ import torch
 from ...numerics import gathered_codes
 from ...numerics.formats import E4M3, E5M2
 from ...numerics.gathered_codes import GatheredCodes
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ..derivatives import refuse_second_derivative
 from .grouped_blocks import (

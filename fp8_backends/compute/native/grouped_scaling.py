@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 
 from ...numerics.formats import FORMATS, Format
-from ...numerics.kernels.eager import is_eager
-from ...numerics.kernels.quantize.cpu_casts import serves
-from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks, quantize_rows
-from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.kernels.triton_gate import usable
+from ...numerics.kernels.cpu_casts import serves
+from ...numerics.kernels.layouts import Layouts
+from ...numerics.kernels.quantize import cast, quantize, quantize_blocks, quantize_rows
+from ...numerics.kernels.triton_gate import is_eager, usable
 from ...numerics.scaling import (
     HISTORY,
     ROLLS,
@@ -326,7 +325,7 @@ def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch
 
 
 def _kernels():
-    from ...numerics.kernels.quantize import triton_groups  # Triton takes a second to load
+    from ...numerics.kernels import triton_groups  # Triton takes a second to load
 
     return triton_groups
 

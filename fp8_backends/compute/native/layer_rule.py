@@ -9,8 +9,8 @@ import torch
 from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
 from ...numerics.gathered_codes import FPROP, GatheredCodes
-from ...numerics.kernels.quantize import dispatch as quantization
-from ...numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from ...numerics.kernels import quantize as quantization
+from ...numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import (
     MX,

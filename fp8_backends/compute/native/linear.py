@@ -10,7 +10,7 @@ from torch import nn
 from ...numerics import gathered_codes
 from ...numerics.block_codes import BlockCodes
 from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized

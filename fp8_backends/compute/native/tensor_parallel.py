@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import FP8BackendError
-from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.kernels.layouts import Layouts
 from ...numerics.meshes import agreed_over
 from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import is_distributed

@@ -2,43 +2,17 @@
 
 import pytest
 import torch
+from adam_cases import OPTIONS, all_bits, hyper_of, jobs, slot, value, with_record
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_adam_passes import bits, slots, value
 
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured, new_bounds
-from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
-
-E4M3, FP16 = torch.float8_e4m3fn, torch.float16
-SIZES = (3000, 1, 70_001, 16, 130)
-OPTIONS = {
-    "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
-    "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
-}
-
-
-def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True):
-    made = []
-    for i, numel in enumerate(sizes):
-        hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
-        copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
-        parts = slots(case, numel, i)
-        job = Job(*parts, hyper, seed=2**20 + i, copy=copy, first=2**31 - 40, **OPTIONS[options])
-        made.append(job._replace(record=measured(*job.written)) if bounded else job)
-    return made
-
-
-def all_bits(of):
-    records = [Slot(job.record) for job in of if job.record is not None]
-    return bits([each for job in of for each in (*job[:4], job.copy) if each is not None] + records)
-
-
-# The bounds
+from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot
+from fp8_backends.numerics.kernels.adam_table import LEAST_ROOT, measured, new_bounds
 
 positive = some.floats(-30, 30).map(lambda exponent: 2.0**exponent)
 share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
+STORED = {"plain": (None, None, None), "O2": ("fp16", "e4m3", "fp16"), "O4": ("split", "e4m3 32", "root8 32")}
 
 
 @settings(max_examples=75, deadline=None)
@@ -51,12 +25,12 @@ share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
     step=some.sampled_from([1, 2, 10, 10_000]),
     decoupled=some.booleans(),
     maximize=some.booleans(),
-    stored=some.sampled_from(["plain", "O2", "O4"]),
+    stored=some.sampled_from(list(STORED)),
     zeros=some.tuples(*[some.sampled_from([0.0, 0.0, 0.5, 1.0])] * 4),
     seed=some.integers(0, 2**31),
 )
 def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, maximize, stored, zeros, seed):
-    """Of any states, such as no run of Adam has: the magnitudes of exp_avg and exp_avg_sq have nothing in common."""
+    """No run of Adam has such states: the magnitudes of exp_avg and exp_avg_sq have nothing in common."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(size, share):
@@ -65,20 +39,13 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
         return kept * (size * torch.randn(64, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
 
     w, g, m, v = (values(*each) for each in zip(sizes, zeros, strict=True))
-    v = v.abs()
-    parts = [Slot(x) for x in (w, m, v)]
-    inverse = torch.ones(())
-    if stored == "O2":
-        parts = [Slot(x._data, x._scale_inv) for x in (quantize(w, FP16), quantize(m, E4M3), quantize(v, FP16))]
-        inverse = parts[2].scale_inv
-    elif stored != "plain":
-        w, m, v = quantize_pair(w), quantize(m, E4M3, block_size=32), quantize(v, torch.uint8, block_size=32)
-        parts = [Slot(x._data, x._scale_inv, x.block_size, x.stored.residual) for x in (w, m, v)]
-    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "step": step}
+    parts = [slot(x, kind) for x, kind in zip((w, m, v.abs()), STORED[stored], strict=True)]
+    inverse = parts[2].scale_inv if stored == "O2" else torch.ones(())
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1}
     w, m, v = (value(part) for part in parts)
-    new = reference.adam_step(w, g, m, v, **options, decoupled=decoupled, maximize=maximize, rounded=reference.to_fp32)
-    hyper = adam_hyper(lr, betas, eps, 0.1, torch.tensor(float(step)), "cpu")
-    bounds = new_bounds(measured(*parts), g.abs().amax(), hyper, inverse, decoupled)
+    kind = {"decoupled": decoupled, "maximize": maximize}
+    new = reference.adam_step(w, g, m, v, **options, step=step, **kind, rounded=reference.to_fp32)
+    bounds = new_bounds(measured(*parts), g.abs().amax(), hyper_of(step, **options), inverse, decoupled)
     for values, bound in zip(new, bounds, strict=True):
         # a bound above FP32's range gives the weight a scale_inv of NaN, as an amax does
         assert bound.isinf() or values.abs().amax() <= bound.double()
@@ -87,15 +54,12 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
 def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
     """After 40 steps, of the weight, exp_avg and exp_avg_sq: within a power of two or two."""
     generator = torch.Generator().manual_seed(0)
-    weight = quantize(torch.randn(4096, generator=generator) * 0.02, FP16)
-    m, v = quantize(torch.zeros(4096), E4M3), quantize(torch.zeros(4096), FP16)
-    parts = [Slot(x._data, x._scale_inv) for x in (weight, m, v)]
+    values = torch.randn(4096, generator=generator) * 0.02, torch.zeros(4096), torch.zeros(4096)
+    parts = [slot(x, kind) for x, kind in zip(values, STORED["O2"], strict=True)]
     record = measured(*parts)
     for t in range(1, 41):
-        gradient = quantize(1e-3 * torch.randn(4096, generator=generator), E4M3)
-        grad = Slot(gradient._data, gradient._scale_inv)
-        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(t)), "cpu")
-        job = Job(parts[0], grad, *parts[1:], hyper, seed=0, record=record, **OPTIONS["adamw"])
+        grad = slot(1e-3 * torch.randn(4096, generator=generator), "e4m3")
+        job = Job(parts[0], grad, *parts[1:], hyper_of(t), seed=0, record=record, **OPTIONS["adamw"])
         (bounds,) = AdamSteps([job], fused=False).amaxes()
         AdamSteps([job], fused=False).run()
     loose = [(bound / amax).item() for bound, amax in zip(bounds, record, strict=False)]
@@ -105,19 +69,14 @@ def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
 @pytest.mark.parametrize("size,eps", [(1e-6, 1e-8), (1e8, 1e-8), (1e12, 1e-8), (1.0, 1e-15), (1.0, LEAST_ROOT)])
 def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, eps):
     """A bound far above it would leave an FP16 weight with nothing but zeros."""
-    weight, m, v = quantize(torch.ones(64), FP16), quantize(torch.zeros(64), E4M3), quantize(torch.zeros(64), FP16)
-    parts = [Slot(x._data, x._scale_inv) for x in (weight, m, v)]
-    job = Job(parts[0], Slot(torch.linspace(-size, size, 64)), *parts[1:], None, seed=0, **OPTIONS["adamw"])
+    values = torch.ones(64), torch.zeros(64), torch.zeros(64)
+    parts = [slot(x, kind) for x, kind in zip(values, STORED["O2"], strict=True)]
+    gradient = Slot(torch.linspace(-size, size, 64))
     for t in range(1, 4):
-        job = job._replace(hyper=adam_hyper(1e-3, (0.9, 0.999), eps, 0.1, torch.tensor(float(t)), "cpu"))
-        job = job._replace(record=measured(*parts))
-        ((bound, _, _),) = AdamSteps([job], fused=False).amaxes()
+        job = Job(parts[0], gradient, *parts[1:], hyper_of(t, eps=eps), seed=0, **OPTIONS["adamw"])
+        ((bound, _, _),) = AdamSteps([with_record(job)], fused=False).amaxes()
         assert bound < 2
-        job = job._replace(record=measured(*parts))
-        AdamSteps([job], fused=False).run()
-
-
-# The step
+        AdamSteps([with_record(job)], fused=False).run()
 
 
 @pytest.mark.parametrize("options", OPTIONS)

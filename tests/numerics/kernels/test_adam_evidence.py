@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16

@@ -1,36 +1,23 @@
-"""The Adam step as PyTorch's operations: rounding and step against their reference, one compilation for all."""
-
-import re
-import shutil
+"""The Adam step as PyTorch's operations: rounding and step against their reference."""
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from adam_cases import CASES, bits, numbers, slot, slots, step, value
 from hypothesis import given, settings
-from torch._inductor.utils import run_and_get_code
 
 from fp8_backends.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.adam import passes, rounding
-from fp8_backends.numerics.kernels.adam.bounds import measured
-from fp8_backends.numerics.kernels.adam.dispatch import (
-    ROUNDINGS,
-    AdamSteps,
-    Job,
-    Slot,
-    adam_hyper,
-    adam_hypers,
-)
-from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
+from fp8_backends.numerics.kernels import reference, rounding
+from fp8_backends.numerics.kernels.adam import ROUNDINGS, Slot, adam_hyper, adam_hypers
+from fp8_backends.numerics.scaled_tensor import quantize
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
 FIELDS = {"weight": rounding.WEIGHT_BITS, "exp_avg": rounding.EXP_AVG_BITS, "exp_avg_sq": rounding.EXP_AVG_SQ_BITS}
 
 
 def rounded(values, fmt, random=None, field=rounding.WEIGHT_BITS, **options):
-    """The fast rounding, decoded."""
-    parts = rounding.nearest(values, fmt) if random is None else rounding.stochastic(values, fmt, random, *field)
-    return rounding.decoded(rounding.encoded(*parts, values, fmt, **options), fmt)
+    """Round and decode."""
+    return rounding.decoded(rounding.codes_of(values, fmt, random, field, **options)[0], fmt)
 
 
 def spread(fmt, count, seed=0):
@@ -131,9 +118,8 @@ def test_a_positive_second_moment_never_becomes_zero(fmt):
 
 
 def test_random_bits_follow_from_seed_step_and_index_alone():
-    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.0, torch.tensor(7.0), "cpu")
-    random = rounding.RandomBits(12345, hyper[8], 10)
-    ours = [rounding.random_bits(10, *random.part(start, start + 100)).flatten() for start in (0, 50)]
+    key = rounding.random_key(12345, torch.tensor(7.0))
+    ours = [rounding.random_bits(key, start, 100) for start in (0, 50)]
     assert [x % 2**32 for x in ours[0].tolist()] == reference.random_bits(100, 12345, 7)
     assert torch.equal(ours[0][50:], ours[1][:50])
     others = [reference.random_bits(1000, seed, step) for seed, step in ((0, 1), (1, 1), (0, 2), (2**20, 1))]
@@ -144,86 +130,6 @@ def test_random_bits_follow_from_seed_step_and_index_alone():
 
 
 # The step
-
-CASES = {
-    "fp32": (None, None, None, None),
-    "bf16 weight and gradient": (torch.bfloat16, torch.bfloat16, None, None),
-    "fp16 weight": (torch.float16, None, None, None),
-    "bf16 states": (torch.bfloat16, None, torch.bfloat16, torch.bfloat16),
-    "O1": ("fp16", "e4m3", None, None),
-    "O2": ("fp16", "e4m3", "e4m3", "fp16"),
-    "O2 blocks": ("fp16", "e4m3", "e4m3 32", "fp16"),
-    "all blocks": ("fp16 32", "e4m3 32", "e4m3 32", "fp16 32"),
-    "e5m2 gradient": ("fp16", "e5m2", "e4m3", "fp16"),
-    "wide gradient": ("fp16", None, "e4m3", "fp16"),
-    "O4": ("split", "e4m3", "e4m3 128", "root8 128"),
-    "O4 blocks of 32": ("split", "e4m3", "e4m3 32", "root8 32"),
-}
-SCALED = {
-    "fp16": torch.float16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "root8": torch.uint8,
-}
-
-
-def slot(values, kind):
-    if kind is None or isinstance(kind, torch.dtype):
-        return Slot(values.to(kind or torch.float32).clone())
-    name, _, block = kind.partition(" ")
-    if name == "split":
-        made = quantize_pair(values)
-        return Slot(made._data, made._scale_inv, residual=made.stored.residual)
-    made = quantize(values, SCALED[name], block_size=int(block or 0))
-    return Slot(made._data, made._scale_inv, int(block or 0))
-
-
-def slots(case, numel, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    w, g, m, v = (torch.randn(numel, generator=generator) for _ in range(4))
-    return [slot(x, kind) for x, kind in zip((w * 0.02, g * 1e-3, m * 1e-4, v**2 * 1e-6), CASES[case], strict=True)]
-
-
-def value(of):
-    if of.scale_inv is None:
-        return of.data.float()
-    scale = of.scale_inv.repeat_interleave(of.block_size)[: of.data.numel()] if of.block_size else of.scale_inv
-    values = numbers(of).float() * scale
-    return values * values if of.format is ROOT8 else values
-
-
-def numbers(of):
-    """What is stored, without scales, FP64."""
-    if of.residual is not None:
-        code = of.data.view(torch.uint8).int()
-        magnitude = ((code & 0x7F) << 8) + of.residual
-        below = magnitude < 2**11  # subnormal
-        exponent = torch.where(below, 1, magnitude >> 11) - 7.0
-        fraction = torch.where(below, 0, 1) + (magnitude & 0x7FF).double() / 2**11
-        return torch.copysign(fraction * 2**exponent, 0.5 - (code >> 7))
-    if of.format is ROOT8:
-        code = of.data.int()
-        exponent, fraction = torch.where(code < 16, 1, code >> 4) - 7.0, (code & 15).double() / 16
-        return (torch.where(code < 16, 0, 1) + fraction) * 2**exponent
-    return of.data.double()
-
-
-def step(
-    parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, one_pass=None, **options
-):
-    """One step by PyTorch's operations. one_pass: "eager", or "fused" where there is a kernel."""
-    options = {"decoupled": True, "maximize": False, **options}
-    hyper = adam_hyper(lr, betas, 1e-8, weight_decay, torch.tensor(float(t)), "cpu")
-    job = Job(*parts, hyper, rounding=rounding, seed=seed, **options)
-    if one_pass:
-        job = job._replace(record=measured(*job.written))
-    AdamSteps([job], fused=one_pass == "fused").run()
-
-
-def bits(parts):
-    tensors = [t for part in parts for t in (part.data, part.scale_inv, part.residual) if t is not None]
-    return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
 
 STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
@@ -313,14 +219,6 @@ def test_plain_fp32_is_torch_to_1e_6(decoupled, maximize, weight_decay):
     assert (stock.state[weight]["exp_avg_sq"] - parts[3].data).abs().max() <= 1e-6
 
 
-def test_parts_cover_every_element_once_in_whole_rows():
-    for numel, width, size in [(1, 4, 4), (10, 4, 4), (3, 4, 8), (100, 32, 40), (64, 32, 8), (8, 1, 8), (9, 1, 4)]:
-        spans = list(passes._spans(numel, width, size))
-        assert [i for start, stop in spans for i in range(start, stop)] == list(range(numel))
-        assert all(start % width == 0 and stop - start < size + width for start, stop in spans)
-        assert all(stop % width == 0 for start, stop in spans if stop < numel - numel % width)
-
-
 def test_the_copy_of_a_master_is_its_values_to_nearest():
     """O3: E4M3 from the FP16 weight as it is stored, to the bit what quantizing that weight gives."""
     for seed in range(20):
@@ -383,75 +281,3 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="block size"):
         step([*slots("all blocks", 64)[:2], slot(torch.zeros(64), "e4m3 16"), parts[3]])
     step([Slot(torch.zeros(0)) for _ in range(4)])  # an empty parameter is nothing to do
-
-
-# Compiled by PyTorch, for devices that have no fused kernel
-
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
-
-
-def by_torch_compile(parts, t=1, seed=5, lr=1e-3, betas=(0.9, 0.999)):
-    hyper = adam_hyper(lr, betas, 1e-8, 0.1, torch.tensor(float(t)), "cpu")
-    job = Job(*parts, hyper, decoupled=True, maximize=False, rounding="stochastic", seed=seed)
-    AdamSteps([job], fused=False, compiled=True).run()
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_torch_compile_and_eager_agree_to_the_bit_and_compiled_passes_keep_no_intermediate_tensor(monkeypatch):
-    """In the generated code: new buffers are scalars or one number a row, none has a full part's elements. Plain
-    dtypes: `test_more_kinds_are_compiled_than_dynamo_allows_of_one_function`."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(passes, "_COMPILED_PART", 30_000)
-    fast, eager = slots("O2 blocks", 100_001), slots("O2 blocks", 100_001)
-    _, sources = run_and_get_code(by_torch_compile, fast)
-    by_torch_compile(fast, 2)
-    step(eager), step(eager, 2)
-    assert bits(fast) == bits(eager)
-    made = [line for code in sources for line in code.split("\n") if "= empty_strided_cpu(" in line]
-    assert len(sources) == 2 and made
-    shapes = [re.search(r"empty_strided_cpu\(\((.*?)\)", line)[1] for line in made]  # "", "s63, ", or "s63, 128"
-    assert all(len([size for size in shape.split(",") if size.strip()]) <= 1 for shape in shapes), shapes
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_compiled_once_not_once_a_parameter():
-    torch._dynamo.reset()  # what other tests have compiled
-    torch._dynamo.utils.counters.clear()
-    shapes = [(40, 30), (7, 11, 13), (5,), (1,), (2,), (1201,), (16, 3, 3, 3)]
-    for t in range(1, 4):
-        for i, shape in enumerate(shapes):
-            parts = [part._replace(data=part.data.view(shape)) for part in slots("O2", torch.Size(shape).numel())]
-            by_torch_compile(parts, t, seed=i, lr=1e-3 / t, betas=(0.9, 0.99 + t / 1000))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one a pass
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_more_kinds_are_compiled_than_dynamo_allows_of_one_function():
-    """Dynamo's limit is eight; with a limit of one, two kinds are enough to see that it does not bind."""
-    torch._dynamo.reset()
-    passes._compiled.cache_clear()
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for case in ("fp32", "fp16 weight"):
-            fast, eager = slots(case, 300), slots(case, 300)
-            by_torch_compile(fast), step(eager)
-            assert bits(fast) == bits(eager)
-
-
-def test_where_torch_compile_fails_a_warning_says_so_and_the_step_runs_eagerly(monkeypatch):
-    def fails(graph, inputs):
-        raise RuntimeError("no compiler")
-
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options, backend=fails))
-    torch._dynamo.reset()
-    passes._compiled.cache_clear()
-    fast, eager = slots("fp32", 300), slots("fp32", 300)
-    with pytest.warns(UserWarning, match=r"(?s)runs uncompiled.*no compiler") as seen:
-        by_torch_compile(fast), by_torch_compile(fast, 2)
-    step(eager), step(eager, 2)
-    assert bits(fast) == bits(eager) and len(seen) == 1
-    passes._compiled.cache_clear()

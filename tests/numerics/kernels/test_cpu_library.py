@@ -13,10 +13,10 @@ import time
 import warnings
 
 import pytest
-from test_adam_passes import needs_compiler
+from adam_cases import needs_compiler
 
-from fp8_backends.numerics.kernels.adam import cpu_library
-from fp8_backends.numerics.kernels.adam.cpu_library import Library
+from fp8_backends.numerics.kernels import adam_cpu as cpu_library
+from fp8_backends.numerics.kernels.adam_cpu import Library
 
 pytestmark = needs_compiler
 

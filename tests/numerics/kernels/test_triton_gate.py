@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8_backends.numerics import kernels
-from fp8_backends.numerics.kernels import eager, triton_gate
+from fp8_backends.numerics.kernels import triton_gate
 
 
 class OnGPU:
@@ -33,7 +33,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(triton_gate, "_capability", lambda device: capability)
         return OnGPU()
 
-    monkeypatch.setattr(eager, "_KINDS", (OnGPU,))
+    monkeypatch.setattr(triton_gate, "_KINDS", (OnGPU,))
     monkeypatch.setattr(triton_gate, "_triton_is_there", lambda: True)
     monkeypatch.setattr(triton_gate, "_passes_trial", lambda device: True)
     yield of

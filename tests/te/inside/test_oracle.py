@@ -28,7 +28,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, Recip
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import RECIPE_FORMATS
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.kernels.quantize import quantize
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 
 STEPS, LAYERS = 80, 1  # the longest history but one is filled twice; several layers: test_oracle_training

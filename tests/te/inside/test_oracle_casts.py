@@ -18,7 +18,7 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.kernels.quantize import quantize
 
 TE_DTYPES = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

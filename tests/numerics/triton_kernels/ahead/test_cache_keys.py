@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITCallable, JITFunction
 
 from fp8_backends.numerics import kernels
-from fp8_backends.numerics.kernels.adam import triton_adam
+from fp8_backends.numerics.kernels import triton_adam
 
 
 def functions() -> Iterator[JITCallable]:

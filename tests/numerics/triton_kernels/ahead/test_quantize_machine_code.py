@@ -7,9 +7,9 @@ import re
 import pytest
 from ahead_of_time import MachineCode, compiled
 
-from fp8_backends.numerics.kernels.quantize import triton_block_quantize as blocks
-from fp8_backends.numerics.kernels.quantize import triton_quantize as tensorwise
-from fp8_backends.numerics.kernels.quantize.triton_quantize import AMAX_ROW_TILE, AMAX_TILE, CAST_TILE, limits
+from fp8_backends.numerics.kernels import triton_block_quantize as blocks
+from fp8_backends.numerics.kernels import triton_quantize as tensorwise
+from fp8_backends.numerics.kernels.triton_quantize import AMAX_ROW_TILE, AMAX_TILE, CAST_TILE, limits
 from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS
 
 LARGE = {"rows": "i32:16", "columns": "i32:16", "row_stride": "i32:16"}

@@ -11,7 +11,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
+from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
 from fp8_backends.numerics.scaling import ROWS, VECTORS
 
 

@@ -7,8 +7,8 @@ import torch
 
 from fp8_backends.numerics import scaled_tensor
 from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels.gradients import dispatch as gradients
-from fp8_backends.numerics.kernels.gradients import triton_gradients
+from fp8_backends.numerics.kernels import backward as gradients
+from fp8_backends.numerics.kernels import triton_gradients
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

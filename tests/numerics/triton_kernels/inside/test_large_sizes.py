@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
-from fp8_backends.numerics.kernels.loss import triton_loss
-from fp8_backends.numerics.kernels.quantize import triton_quantize
-from fp8_backends.numerics.kernels.wire import triton_messages
+from fp8_backends.numerics.kernels import triton_loss, triton_messages, triton_quantize
 
 ALMOST = 2**31 - 100
 """A number of elements to which nothing can be added."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
+from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
 from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve

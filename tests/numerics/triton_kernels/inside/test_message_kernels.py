@@ -6,11 +6,9 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.numerics.kernels.wire import dispatch as messages
-from fp8_backends.numerics.kernels.wire import reference as message_reference
-from fp8_backends.numerics.kernels.wire import triton_messages
-from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
-from fp8_backends.numerics.kernels.wire.triton_messages import tables
+from fp8_backends.numerics.kernels import messages, triton_messages
+from fp8_backends.numerics.kernels.layouts import BLOCK, Part
+from fp8_backends.numerics.kernels.triton_messages import tables
 
 
 @pytest.mark.parametrize("rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)])
@@ -54,7 +52,7 @@ def test_codes_and_scales_come_out_again(columns):
 
 def test_gradients_of_several_dtypes_share_a_bucket():
     of = [Part(cases.values(300, dtype, seed), 3 * BLOCK * seed) for seed, dtype in enumerate(cases.DTYPES)]
-    made, expected = (passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, message_reference))
+    made, expected = (passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, cases.reference))
     assert cases.same_messages(made[0], expected[0]) and cases.same(made[1], expected[1])
 
 

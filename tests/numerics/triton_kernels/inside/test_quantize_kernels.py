@@ -7,9 +7,8 @@ import torch
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.numerics.kernels import triton_gate
-from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
-from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from fp8_backends.numerics.kernels import triton_block_quantize, triton_gate, triton_quantize
+from fp8_backends.numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

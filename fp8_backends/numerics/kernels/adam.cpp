@@ -1,6 +1,6 @@
-// The one-pass Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `bounds` finds
+// The one-pass Adam step of adam.py over all parameters of one kind, on a CPU and to the bit the same. `bounds` finds
 // the bounds from which scales follow; `write` computes the new values, rounds them, stores them in place and keeps the
-// record of what it stores (bounds.py). Values stay in vector registers, or, until the amax of their block is known, in
+// record of what it stores (adam_table.py). Values stay in vector registers, or, until the amax of their block is known, in
 // memory that fits the first cache.
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name formats (below); BLOCKED has a bit for each of
@@ -53,14 +53,14 @@ constexpr int32_t bits_of_smallest(Grid grid) {
     return exponent < -126 ? 1 << (exponent + 149) : bits_of_power(exponent);
 }
 
-// Columns of a parameter's row, as in table.py
+// Columns of a parameter's row, as in adam_table.py
 constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12,
               FIRST = 13, SEED = 14, FIRST_CHUNK = 15, RECORD = 16, COLUMNS = 17;
-// Places in the hyperparameters, as in table.py
+// Places in the hyperparameters, as in adam_table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
 
-// As in bounds.py
+// As in adam_table.py
 constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000, ONE = 127 << 23, HALF_OF_ONE = ONE >> 1;
 constexpr float SLACK = 0x1p-20f, UPDATE_SLACK = 1 + 0x1p-10f, LEAST_ROOT = 0x1p-63f;
 
@@ -291,7 +291,7 @@ template <class T> inline T hashed(T x) {
 
 // Parameters
 
-struct Table {  // as in cpu.py
+struct Table {  // as in adam_cpu.py
     const int64_t* rows;
     float *bounds, *grad_amaxes;
     int64_t parameters, chunks, chunk_size, block_size, threads;
@@ -322,7 +322,7 @@ struct Parameter {
         return amax < 0x1p63f ? amax : 0x1p63f;
     }
 
-    // new_bounds of bounds.py
+    // new_bounds of adam_table.py
     void find_bounds(float measured, float bounds[3]) const {
         const float* record = at<float>(RECORD);
         const float n = hyper[NEW_IN_EXP_AVG], s = std::fabs(hyper[STEP_SIZE]), c = hyper[INV_SQRT_BIAS2];
@@ -372,7 +372,7 @@ struct Stored {
     }
 };
 
-// The largest of what is stored in several runs, in each lane: bits, as `measured` of bounds.py has them
+// The largest of what is stored in several runs, in each lane: bits, as `measured` of adam_table.py has them
 struct Record {
     Ints largest[4] = {};
 
@@ -583,7 +583,7 @@ template <class Each> inline void for_runs(Run& run, int64_t start, int64_t stop
 
 }  // namespace
 
-// Called by cpu.py.
+// Called by adam_cpu.py.
 
 extern "C" void measure_gradients(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {

@@ -1,11 +1,11 @@
-"""Messages on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
+"""Process messages on a GPU: one Triton kernel for each pass of `messages.py`, reading and writing every byte once.
 
-A program works on a tile of whole blocks, [TILE, BLOCK], of one part; a table (`tables`) tells where it lies, and is
-the only thing that the host sends, and nothing waits for the device.
+A program processes a tile of whole blocks, [TILE, BLOCK], of one part, located by a table (`tables`): all the host
+sends. Nothing waits for the device.
 
-The numbers are those of `reference.py` on a CPU to the bit: division is division, and ranks are added up in the
-order that PyTorch's vectors have, by sixteens, for up to 255 of them. Behind the last whole vector of a row PyTorch
-adds more than three ranks up in another order; so may this, in the last place of the FP32 sum.
+Results equal `messages.py` on a CPU to the bit: true division, and ranks added in PyTorch's vector order, by sixteens,
+for up to 255 ranks. After the last whole vector of a row PyTorch adds more than three ranks in another order, so the
+FP32 sum may differ there in its last place.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import E4M3
-from ..eager import on_device
-from ..triton_common import (
+from ..formats import E4M3
+from .layouts import BLOCK, Part, columns_of, shape_of
+from .triton_common import (
     OPTIONS,
     as_bits,
     as_fp32,
@@ -32,25 +32,23 @@ from ..triton_common import (
     to_codes,
     to_nearest,
 )
-from ..triton_gate import has_fp8_casts, on_device_of
-from .reference import BLOCK, Part, columns_of, shape_of
+from .triton_gate import has_fp8_casts, on_device, on_device_of
 
 TILE = 32
-"""Blocks that a program works on: 4096 elements."""
+"""Blocks of a program: 4096 elements."""
 WARPS = 4
 VECTOR = 16
-"""Bytes that a thread of a GPU reads or writes at once, from addresses that are a multiple of them."""
+"""Bytes of a thread's vector access; addresses must be multiples."""
 TOGETHER = 16
-"""Ranks whose contributions are added up before the next ones are: PyTorch's way to lose less in a long sum."""
+"""Ranks summed before the next ones, as in PyTorch's cascade sum."""
 _BLOCK = tl.constexpr(BLOCK)
 _POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
-"""The fields of `Row`."""
+"""Fields of `Row`."""
 
 
-# one launch each
-
-
-def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     device = parts[0].values.device
     messages = torch.empty(shape_of(rows, columns), dtype=torch.uint8, device=device)
     own = torch.empty(columns, dtype=torch.float32, device=device)
@@ -58,7 +56,7 @@ def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: boo
     return messages, own
 
 
-def encode(rows: torch.Tensor, own_row: int | None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     blocks = messages.shape[1] - rows.shape[1]
     parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))]
@@ -73,9 +71,10 @@ def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -
 
 
 def reduce_values(
-    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int, factor: float
-) -> None:
+    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0
+) -> torch.Tensor:
     _sum(received, own, rank, out, divisor, factor, ENCODED=False)
+    return out
 
 
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
@@ -100,8 +99,8 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _of_one_dtype(parts: Sequence[Part]) -> list[Part]:
-    """Parts in one dtype, as a kernel reads them: FP32 where they differ, or where it does not know theirs."""
+def _in_one_dtype(parts: Sequence[Part]) -> list[Part]:
+    """Convert parts to FP32 if their dtypes differ or a kernel cannot read them."""
     parts = [part for part in parts if part.values.numel()] or list(parts)
     dtypes = {part.values.dtype for part in parts}
     if len(dtypes) == 1 and dtypes <= _TYPES.keys():
@@ -113,7 +112,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def _pack(parts: Sequence[Part], messages: torch.Tensor, own: torch.Tensor, columns: int, rank: int, **what) -> None:
-    parts = _of_one_dtype(parts)
+    parts = _in_one_dtype(parts)
     what |= {"DTYPE": _TYPES[parts[0].values.dtype], "SCALED": any(part.scale_inv is not None for part in parts)}
     for table in tables(parts, TILE, messages.shape[0] * (messages.shape[1] - columns)):
         arguments = (table.on(messages.device), len(table.rows), messages, own, columns, messages.stride(0), rank)
@@ -144,19 +143,16 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
         kernel[(programs,)](first, *arguments, **constants, TILE=TILE, num_warps=WARPS, **OPTIONS)
 
 
-# the table on the device of where parts lie: a bucket of any number of gradients is one launch
-
-
 class Row(NamedTuple):
-    """A row of a table: a part, or blocks that no part covers."""
+    """A row of the device's table: a part, or blocks outside all parts. One launch processes a whole bucket."""
 
     address: int
     scale_address: int
-    """0 where there is no scale."""
+    """0: no scale."""
     first_tile: int
     first_block: int
     numel: int
-    """0 where all blocks are zeros."""
+    """0: blocks of zeros."""
     end_block: int
 
     @property
@@ -168,24 +164,24 @@ class Table(NamedTuple):
     rows: list[Row]
     tiles: int
     aligned: bool
-    """Whether vectors may be read and written in all rows."""
+    """True if all rows permit vector accesses."""
 
     @property
     def steps(self) -> int:
-        """How many steps a binary search for a row takes."""
+        """Count the steps of a binary search for a row."""
         return (len(self.rows) - 1).bit_length()
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """int64, [fields, rows]. Nothing waits for the device."""
+        """Copy to the device as int64 [fields, rows], without waiting."""
         return on_device(list(zip(*self.rows, strict=True)), torch.int64, device)
 
 
 def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]:
-    """One table for all parts at addresses that suit vectors, and one for the others, should there be any.
+    """Yield a table of the parts with aligned addresses, and one of the others, if any.
 
     Args:
-        tile: blocks in a tile; no tile has blocks of two parts.
-        blocks: blocks in all rows. What no part covers then is a row of its own, of zeros.
+        tile: blocks in a tile; a tile belongs to one part.
+        blocks: blocks in all rows, to fill gaps between parts with zeros; 0: leave the gaps.
     """
     rows = list(_rows(parts, blocks))
     for aligned in (True, False):
@@ -212,12 +208,9 @@ def _rows(parts: Sequence[Part], blocks: int) -> Iterator[Row]:
         yield Row(0, 0, 0, filled, 0, blocks)
 
 
-# kernels
-
-
 @triton.jit
 def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
-    """The number of the part whose tile this is: the last whose first tile does not lie behind it."""
+    """Find a tile's part: the last with its first tile at or before this one."""
     part = tl.full((), 0, tl.int32)
     for step in tl.static_range(STEPS):
         probe = part + (1 << (STEPS - 1 - step))
@@ -228,8 +221,8 @@ def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
 
 @triton.jit
 def _place(table_ptr, parts, part, tile, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """What a tile of a part holds: (numbers of its blocks among all, [TILE]; which of these are its own; elements of
-    the part, [TILE, BLOCK]; which of these it has)."""
+    """Locate a tile of a part: (block numbers in the message [TILE], their mask; element numbers in the part [TILE,
+    BLOCK], their mask)."""
     start = tl.load(table_ptr + _START * parts + part).to(tl.int32)
     end = tl.load(table_ptr + _END * parts + part).to(tl.int32)
     length = tl.load(table_ptr + _LENGTH * parts + part)
@@ -252,7 +245,7 @@ def _address(table_ptr, parts, part, DTYPE: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _in_messages(blocks, columns, stride):
-    """(row; first column of its values; where its codes begin; where its exponent is) of blocks, [TILE]."""
+    """Return row, first column, place of the codes and place of the exponent of blocks, [TILE]."""
     blocks_of_row = (columns - 1) // _BLOCK + 1
     row = blocks // blocks_of_row
     block = (blocks - row * blocks_of_row).to(tl.int64)
@@ -262,15 +255,15 @@ def _in_messages(blocks, columns, stride):
 
 @triton.jit
 def _scale_of(exponents):
-    """FP32 of uint8; NaN of 255."""
+    """Decode uint8 exponents to FP32; 255 is NaN."""
     bits = exponents.to(tl.int32)
     return tl.where(bits == 255, float("nan"), from_bits(bits << 23))
 
 
 @triton.jit
 def _quantized(values, HAS_FP8_CASTS: tl.constexpr):
-    """Blocks, [TILE, BLOCK] -> (codes, exponents [TILE], scale_inv [TILE])."""
-    bits = as_bits(values) & 0x7FFFFFFF  # the largest number of these is the amax, and above inf there is NaN
+    """Quantize blocks, [TILE, BLOCK], to (codes, exponents [TILE], scale_inv [TILE])."""
+    bits = as_bits(values) & 0x7FFFFFFF  # their maximum is the amax, NaN above inf
     amax = from_bits(tl.max(bits, axis=1))
     scale = power_of_two_scale(amax, format_max("e4m3"), 126)
     scale_inv = scale_inv_of(scale, amax)
@@ -292,7 +285,7 @@ def _pack_kernel(
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
     OWN_ROW: tl.constexpr,  # written as FP32
-    KEPT: tl.constexpr,  # the own row is neither rounded nor written as a message
+    KEPT: tl.constexpr,  # the own row is neither rounded nor encoded
     HAS_FP8_CASTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -371,7 +364,7 @@ def _unpack_kernel(
     columns,
     stride,
     DTYPE: tl.constexpr,
-    CODES: tl.constexpr,  # as they are, uint8
+    CODES: tl.constexpr,  # copied as uint8
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
     TILE: tl.constexpr,

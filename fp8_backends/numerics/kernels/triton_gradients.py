@@ -1,8 +1,7 @@
-"""Triton kernels that read a gradient in E4M3 once: to add a microbatch to it, or to take its norm.
+"""Triton kernels reading an E4M3 gradient once: accumulation and norm.
 
-Eager PyTorch writes the FP32 values of the codes before it computes with them. A sum of a bf16 gradient then moves 23
-bytes an element and a norm 9; here they move 7 and 1. Sums of two are those of PyTorch, to the bit. A norm adds up in
-an order of its own, which is the same in every run on the same kind of GPU.
+Eager PyTorch writes FP32 values of the codes first: 23 bytes an element for a bf16 sum and 9 for a norm, here 7 and 1.
+Sums match PyTorch to the bit. The norm has its own order of summation, deterministic on one kind of GPU.
 """
 
 from __future__ import annotations
@@ -11,23 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import triton_gate
-from ..triton_common import OPTIONS, as_fp32, ceil_div, from_codes
+from . import triton_gate
+from .triton_common import OPTIONS, as_fp32, ceil_div, from_codes
 
-ADDED = 4096
-"""Elements that a program of the sum works on: a thread has 32 of them."""
-SQUARED = 8192
-"""Elements of which a program of the norm reads the codes at a time: a thread has 32 of them."""
+ADDED, SQUARED = 4096, 8192
+"""Elements a program processes at a time in the sum and in the norm: 32 for each thread."""
 ADDING_WARPS, SQUARING_WARPS = 4, 8
 NORM_PROGRAMS = 1024
-"""The norm has so many programs at most, each of which leaves the sum of its squares; one more adds these up."""
+"""Most programs of the norm. Each stores a partial sum of squares, and one more program adds these up."""
 _NORM_PROGRAMS_AT_A_TIME = 4
 
 _PARTIALS = tl.constexpr(NORM_PROGRAMS)
 
 
 def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """`dispatch.accumulate`, of contiguous tensors."""
+    """Run `backward.accumulate` on contiguous tensors."""
     total = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
         _accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
@@ -38,19 +35,19 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
 
 
 def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """`dispatch.norm` of contiguous E4M3."""
+    """Run `backward.norm` on contiguous E4M3 codes."""
     blocks = ceil_div(codes.numel(), SQUARED)
     at_a_time = _NORM_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(codes)
     programs = max(min(blocks, at_a_time, NORM_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.float32, device=codes.device)
-    found = torch.empty((), dtype=torch.float32, device=codes.device)
+    result = torch.empty((), dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
         _squares_kernel[(programs,)](
             codes.view(torch.uint8), partials, codes.numel(), blocks, BLOCK=SQUARED,
             HAS_FP8_CASTS=triton_gate.has_fp8_casts(codes), num_warps=SQUARING_WARPS, **OPTIONS,
         )  # fmt: skip
-        _norm_kernel[(1,)](partials, programs, scale_inv, found, num_warps=4, **OPTIONS)
-    return found
+        _norm_kernel[(1,)](partials, programs, scale_inv, result, num_warps=4, **OPTIONS)
+    return result
 
 
 @triton.jit
@@ -64,8 +61,8 @@ def _accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, B
 
 @triton.jit
 def _squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program takes every n-th block, n being the number of programs, and leaves the sum of their squares. There
-    is time for few instructions between one byte and the next: the hardware's own cast, and one for square and sum."""
+    """Add up squares of every n-th block of n programs. Bandwidth leaves time for few instructions: a hardware cast and
+    one fused multiply-add."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     block = tl.program_id(0)
     while block < blocks:

@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import Format
-from .. import triton_gate
-from ..triton_common import (
+from ..formats import Format
+from . import triton_gate
+from .layouts import Layouts
+from .triton_common import (
     as_bits,
     as_fp32,
     ceil_div,
@@ -29,7 +30,6 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
-from .layouts import Layouts
 from .triton_quantize import AMAX_ROW_TILE, CAST_TILE, casting, place_of, tiling
 
 BAND = 16

@@ -1,10 +1,10 @@
-"""A Triton kernel for the cross-entropy of logits and its gradient.
+"""Triton kernel for the cross-entropy of logits and its gradient.
 
-PyTorch's own operations pass the logits a dozen times, most of them in FP32. Here a row is read twice, the second time
-from its end, whose part is still in the cache, and written once, over the logits: 6 bytes a bf16 logit, not about 40.
+PyTorch's operations pass over the logits a dozen times, mostly in FP32. The kernel reads a row twice, the second time
+backwards for cache hits, and writes the gradient over the logits: 6 bytes a bf16 logit instead of about 40.
 
-Losses and gradients differ from PyTorch's in the last bits of FP32, since exponentials are the hardware's and sums have
-another order. Nothing waits for the device.
+Losses and gradients differ from PyTorch's in the last bits of FP32: hardware exponentials, another order of summation.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import triton_gate
-from ..triton_common import OPTIONS, as_fp32, format_max
+from . import triton_gate
+from .triton_common import OPTIONS, as_fp32, format_max
 
 BLOCK, SMOOTH_BLOCK, WARPS = 8192, 4096, 16
-"""Words that a program reads at a time, without and with label smoothing, which takes more registers: at least two
-programs are at work on a multiprocessor, a row each."""
+"""Words read at a time, without and with label smoothing (more registers): two programs fit a multiprocessor."""
 
 
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float, *, block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dispatch.cross_entropy`, with the same arguments and results. A row whose label is no word loses NaN, where
-    PyTorch ends the process."""
+    """Run `backward.cross_entropy`. A label out of range gives a loss of NaN; PyTorch would end the process."""
     rows, words = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if logits.stride(1) != 1 and words > 1:  # the copy is the gradient's memory
+    if logits.stride(1) != 1 and words > 1:  # this copy becomes the gradient
         logits = logits.contiguous()
     gradient = logits if logits.is_contiguous() else torch.empty_like(logits, memory_format=torch.contiguous_format)
     with triton_gate.on_device_of(logits):
@@ -53,7 +51,7 @@ def cross_entropy(
 @triton.jit
 def _cross_entropy_kernel(
     x_ptr,
-    gradient_ptr,  # [rows, words] without gaps; may be x_ptr
+    gradient_ptr,  # contiguous [rows, words]; may be x_ptr
     label_ptr,  # int64 [rows]
     loss_ptr,  # FP32 [rows]
     words,
@@ -64,7 +62,7 @@ def _cross_entropy_kernel(
     IS_SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the logarithm of the sum of its exponentials, its loss, its gradient."""
+    """Process one row: logarithm of the sum of exponentials, loss, gradient."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_ptr + row)
     counts = label != ignore_index
@@ -72,7 +70,7 @@ def _cross_entropy_kernel(
     x_ptr += row * row_stride
     gradient_ptr += row * words
     lanes = tl.arange(0, BLOCK)
-    # each lane has its own largest number, and the sum of exponentials beside it
+    # online softmax in each lane: its maximum and sum of exponentials
     largest = tl.full((BLOCK,), -format_max("fp32"), tl.float32)
     total, sum_of_x = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     begin = 0

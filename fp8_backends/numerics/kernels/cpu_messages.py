@@ -1,10 +1,7 @@
-"""Messages on a CPU: the operations of `reference.py`, to the bit, on chunks that stay in a core's cache.
+"""Process messages on a CPU in chunks that stay in a core's cache, with the operations and bits of `messages.py`.
 
-On whole tensors every operation writes memory that the next one reads again, and memory of that size comes fresh from
-the system each time, which costs more than the arithmetic.
-
-Codes are decoded with integer operations, in vector registers. A block that is not finite has the scale NaN, so
-nothing depends on how its codes are decoded.
+Whole-tensor operations write and reread fresh memory each time, which costs more than the arithmetic. Codes are decoded
+with integer operations in vector registers, and arbitrarily in a non-finite block, with its scale of NaN.
 """
 
 from __future__ import annotations
@@ -14,17 +11,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...formats import E4M3, FP16
-from ...scaling import power_of_two_scale
-from .reference import BLOCK, Part, columns_of, decode, exponents_of, scales_of, shape_of
-
-__all__ = ["decode", "dequantize", "encode", "pack", "reduce", "reduce_values", "unpack"]
+from ..formats import E4M3, FP16
+from ..scaling import power_of_two_scale
+from .layouts import BLOCK, Part, columns_of, exponents_of, scales_of, shape_of
 
 CHUNK = 2**18
-"""Elements that are worked on at a time, 1 MB in FP32. With fewer, the calls take longer than the work."""
+"""Elements of a chunk, 1 MB in FP32. In smaller ones, calls take longer than the work."""
 
 
-def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     messages, own = torch.empty(shape_of(rows, columns), dtype=torch.uint8), torch.empty(columns)
     scratch, ends = _scratch(2, columns), _ends(parts)
     for row, first, last in _chunks(rows, columns):
@@ -37,7 +34,7 @@ def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: boo
     return messages, own
 
 
-def encode(rows: torch.Tensor, own_row: int | None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8)
     columns, scratch = rows.shape[1], _scratch(2, rows.shape[1])
     for row, first, last in _chunks(*rows.shape):
@@ -55,10 +52,11 @@ def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -
 
 
 def reduce_values(
-    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int, factor: float
-) -> None:
+    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0
+) -> torch.Tensor:
     for first, total, _ in _sums(received, own, rank):
         out[first : first + len(total)] = total.div_(divisor).mul_(factor)
+    return out
 
 
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
@@ -75,17 +73,17 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     values = torch.empty(1, codes.numel(), dtype=torch.float32)
     for _, first, last in _chunks(1, codes.numel()):
         scales = scale_inv[first // BLOCK : -(-last // BLOCK)]
-        _values(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
+        _dequantize(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
     return values[0]
 
 
 def _scratch(rows: int, columns: int) -> torch.Tensor:
-    """Memory for chunks of rows of so many columns, and for what completes their last block. FP32."""
+    """Allocate FP32 memory for chunks of rows, whole blocks each."""
     return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32)
 
 
 def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """(row, first column, end) of pieces that begin at a multiple of BLOCK."""
+    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK."""
     length = length or CHUNK
     for row in range(rows):
         for first in range(0, columns, length):
@@ -97,14 +95,14 @@ def _ends(parts: Sequence[Part]) -> list[int]:
 
 
 def _overlaps(parts: Sequence[Part], ends: list[int], begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
-    """The parts that have elements from `begin` to `end`: (part, its elements, their place after `begin`)."""
+    """Yield the parts with elements in `begin:end`: (part, its elements, their place after `begin`)."""
     for i in range(bisect.bisect_right(ends, begin), bisect.bisect_left(parts, end, key=lambda part: part.start)):
         first, last = max(parts[i].start, begin), min(ends[i], end)
         yield parts[i], slice(first - parts[i].start, last - parts[i].start), slice(first - begin, last - begin)
 
 
 def _gather(parts: Sequence[Part], ends: list[int], begin: int, end: int, out: torch.Tensor) -> None:
-    """Write the elements from `begin` to `end` into `out`, with zeros where no part lies."""
+    """Write the elements `begin:end` into `out`, with zeros between parts."""
     filled = 0
     for part, elements, place in _overlaps(parts, ends, begin, end):
         out[filled : place.start].zero_()
@@ -117,7 +115,7 @@ def _gather(parts: Sequence[Part], ends: list[int], begin: int, end: int, out: t
 
 
 def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: int, spare: torch.Tensor) -> None:
-    """Write FP32 values, from column `first` on, into a message of so many columns. Changes them."""
+    """Write FP32 values from column `first` on into a message of `columns` values. Overwrites the values."""
     numel, blocks = len(values), -(-len(values) // BLOCK)
     if numel % BLOCK:  # the last of a row
         values = torch.nn.functional.pad(values, (0, -numel % BLOCK))
@@ -131,14 +129,14 @@ def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: in
 
 
 def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor) -> None:
-    """Values from column `first` on: FP32, [messages, elements]."""
+    """Write values from column `first` on into `out`, FP32 [messages, elements]."""
     place, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
-    _values(messages[:, first : first + out.shape[1]], scales_of(messages[:, place : place + blocks]), out)
+    _dequantize(messages[:, first : first + out.shape[1]], scales_of(messages[:, place : place + blocks]), out)
 
 
-def _values(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> None:
-    """codes: E4M3 or their bits, [n, elements]; scale_inv: [n, blocks]; out: FP32."""
-    # sign, exponent and mantissa lie in an FP16 number as they do in E4M3, but for the exponent's bias
+def _dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> None:
+    """Write values of E4M3 codes or their bits, [n, elements], with scale_inv [n, blocks], into FP32 `out`."""
+    # shifted up by seven, a code is an FP16 number but for the exponent's bias
     half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
     out.copy_(half).mul_(2.0 ** (FP16.bias - E4M3.bias))
     whole = out.shape[1] // BLOCK * BLOCK
@@ -148,7 +146,7 @@ def _values(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> 
 
 
 def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(first column, sum of the contributions there, room of the same size) of each chunk; FP32."""
+    """Yield (first column, FP32 sum of the contributions, spare memory of the same size) of each chunk."""
     size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
     length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
     contributions, room = (torch.empty(rows, length, dtype=torch.float32) for rows in (size, 2))

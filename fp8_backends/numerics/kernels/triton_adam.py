@@ -17,14 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import FORMATS, ROOT8
-from ..reference import GRADIENT_LIMIT
-from ..triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
-from ..triton_gate import has_fp8_casts, on_device_of
-from .bounds import LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK
+from ..formats import FORMATS, ROOT8
+from .adam_table import LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK, AdamTable, Kind
+from .reference import GRADIENT_LIMIT
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .table import AdamTable, Kind
-from .triton_rounding import mixed, pointer_to, scale_of
+from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
+from .triton_gate import has_fp8_casts, on_device_of
 from .triton_tiles import (
     BETA2,
     COLUMNS,
@@ -47,12 +45,15 @@ from .triton_tiles import (
     inverse_of,
     keep_record,
     load,
+    mixed,
     new_scale,
     no_bits,
     nothing_stored,
     place_of,
+    pointer_to,
     pointers_of,
     row_of,
+    scale_of,
     write_tile,
 )
 

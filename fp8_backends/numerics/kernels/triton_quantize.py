@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import Format
-from ...scaling import ROLLS, SCALE, WINDOW
-from .. import triton_gate
-from ..triton_common import (
+from ..formats import Format
+from ..scaling import ROLLS, SCALE, WINDOW
+from . import triton_gate
+from .layouts import DYNAMIC, Layouts
+from .triton_common import (
     OPTIONS,
     as_bits,
     as_fp32,
@@ -34,7 +35,6 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
-from .layouts import DYNAMIC, Layouts
 
 
 class Tile(NamedTuple):

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import Format
-from ...scaling import MX, ROWS, SQUARES, VECTORS, Blocks
-from .. import triton_gate
-from ..triton_common import (
+from ..formats import Format
+from ..scaling import MX, ROWS, SQUARES, VECTORS, Blocks
+from . import triton_gate
+from .layouts import Layouts
+from .triton_common import (
     as_bits,
     format_max,
     from_bits,
@@ -27,7 +28,6 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
-from .layouts import Layouts
 from .triton_quantize import (
     CAST_TILE,
     Tile,

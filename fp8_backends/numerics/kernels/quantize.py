@@ -1,16 +1,16 @@
-"""Quantizes a matrix for the products that read it, by one of three implementations that give the same bits.
+"""Quantize a matrix for the products that read it. PyTorch operations, CPU parts and Triton kernels give the same bits.
 
-A matrix takes part in two products, one of which contracts its columns, the other its rows, and Hopper's FP8 units
-contract along contiguous memory alone. Triton kernels on a GPU make both layouts in one pass. On a CPU, where products
-take views, and under `torch.compile`, which fuses what follows, codes are made once.
+A matrix takes part in two products, one contracting its columns, the other its rows, and Hopper's FP8 units contract
+only along contiguous memory. Triton kernels write both layouts in one pass. On a CPU, and under `torch.compile`, codes
+are computed once and products read views.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...formats import Format, saturating_cast
-from ...scaling import (
+from ..formats import Format, saturating_cast
+from ..scaling import (
     ROWS,
     Blocks,
     Quantized,
@@ -22,9 +22,9 @@ from ...scaling import (
     window_scale,
     without_nan,
 )
-from ..triton_gate import usable
-from . import cpu_blocks, cpu_casts
+from . import cpu_casts
 from .layouts import DYNAMIC, POWER_OF_TWO, Layouts
+from .triton_gate import usable
 
 
 def quantize(
@@ -40,23 +40,19 @@ def quantize(
     record: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """A matrix with one scale.
+    """Quantize a matrix with one scale. `scale_inv` is NaN if the amax is not finite.
 
     Args:
-        x: [rows, columns], bf16, fp16 or fp32, of any strides.
+        x: [rows, columns], bf16, fp16 or FP32, any strides.
         fmt: E4M3 or E5M2.
-        scale: FP32, 0-dimensional, where it is known; None: it follows from the amax.
-        rows, columns: the layouts that are needed: `codes`, `transposed`.
-        rule: how the scale follows from the amax. NaN counts in the amax of all rules but DYNAMIC.
-        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Only read.
-        stored_scale_inv: FP32, 0-dimensional, a power of two: x holds data of a ScaledTensor, and scale and amax are
-            those of the values `x * stored_scale_inv`, of which no copy is made.
-        record: int32, 0-dimensional, the bits of an FP32 amax: becomes the larger of itself and this amax, in place,
-            as `scaling.record_amax` and `record_window_amax` keep it in a state. A NaN that does not count is ignored.
-        amax: FP32, 0-dimensional: max |x|, where it is known. No pass over x takes it then.
-
-    Returns:
-        scale_inv is NaN where the amax was not finite.
+        scale: FP32, 0-dim; None: derived from the amax by `rule`.
+        rows, columns: requested layouts: `codes`, `transposed`.
+        rule: only DYNAMIC leaves NaN out of the amax.
+        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Read only.
+        stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x * stored_scale_inv`, without a copy.
+        record: int32, 0-dim, bits of an FP32 amax, raised to this amax in place (`scaling.record_amax`,
+            `record_window_amax`). Ignores a NaN left out of the amax.
+        amax: FP32, 0-dim: max |x| if known, to save a pass over x.
     """
     if usable(x):
         from . import triton_quantize  # Triton takes a second to load
@@ -93,14 +89,11 @@ def quantize_blocks(
     *,
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
-    """A matrix with a scale for each block: of itself, and of its transpose.
+    """Quantize a matrix and its transpose with a scale for each block, without an amax. Results may be views on a CPU.
 
     Args:
         blocks: `scaling.ROWS`, `VECTORS`, `SQUARES` or `MX`.
         x, fmt, rows, columns, stored_scale_inv: as in `quantize`.
-
-    Returns:
-        No amax. On a CPU, codes and scales may be views.
     """
     if usable(x):
         from . import triton_block_quantize as kernels  # as above
@@ -114,36 +107,35 @@ def quantize_blocks(
 def quantize_rows(
     x: torch.Tensor, fmt: Format, amax: torch.Tensor, stored_scale_inv: torch.Tensor | None = None
 ) -> Quantized:
-    """`quantize_blocks` in ROWS for a product that contracts the columns, where max |x| of each row is known: FP32
-    [rows, 1]."""
+    """Run `quantize_blocks` in ROWS from known amaxes of the rows, FP32 [rows, 1]."""
     amax = times(amax, stored_scale_inv)
     scale = ROWS.scale(amax, fmt)
     return Quantized(ROWS.cast(x, times(scale, stored_scale_inv), fmt), ROWS.inverse(scale, amax))
 
 
 def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
-    """The values, bf16 or FP32, of codes [rows, columns] in blocks."""
+    """Return the values, bf16 or FP32, of codes [rows, columns] in blocks."""
     if cpu_casts.serves(q.codes):
-        return cpu_blocks.dequantize(q, blocks, dtype)
+        return cpu_casts.dequantize_blocks(q, blocks, dtype)
     return blocks.dequantize(q, dtype)
 
 
 def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
-    """max |x| in FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
+    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`."""
     if usable(x):
         from . import triton_quantize  # as above
 
         return triton_quantize.amax(x, keep_nan)
     if cpu_casts.serves(x) and not keep_nan:
         amax = tensor_amax(x)
-        return amax if amax == amax else tensor_amax(without_nan(x))  # a copy of x is made only where there is a NaN
+        return amax if amax == amax else tensor_amax(without_nan(x))  # copies x only if it has a NaN
     x = x if keep_nan else without_nan(x)
-    # a compiler makes two reductions of `aminmax`, and writes out a tensor that both of them read
+    # Inductor makes two reductions of `aminmax` and materializes their common input
     return x.abs().amax().float() if torch.compiler.is_compiling() else tensor_amax(x)
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """x [rows, columns] times a factor, saturated and rounded to nearest: FP8, row-major."""
+    """Cast x [rows, columns] times a factor, saturating, to nearest: FP8, row-major."""
     return cpu_casts.cast(x, factor, fmt) if cpu_casts.serves(x) else saturating_cast(x.float() * factor, fmt)
 
 
@@ -151,7 +143,7 @@ def _in_blocks(
     x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
 ) -> Quantized:
     if cpu_casts.serves(x):
-        quantized = cpu_blocks.quantize(x, blocks, fmt, transposed, stored_scale_inv)
+        quantized = cpu_casts.quantize_blocks(x, blocks, fmt, transposed, stored_scale_inv)
         if quantized is not None:
             return quantized
     return blocks.quantize(x.t() if transposed else x, fmt, stored_scale_inv)

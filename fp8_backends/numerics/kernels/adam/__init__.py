@@ -1,1 +1,0 @@
-"""The Adam step over weights and states in low precision."""

@@ -1,1 +1,0 @@
-"""The cross-entropy of logits with its gradient: `dispatch`."""

@@ -1,1 +1,0 @@
-"""Gradients as FP8 messages between ranks."""
