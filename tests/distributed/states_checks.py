@@ -33,7 +33,7 @@ from fp8_backends.comm import zero
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
-from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight, quantize_weight_shards
+from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight
 from fp8_backends.states.optimizers import convert
 
 SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
@@ -80,7 +80,7 @@ class Reduces:
 def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
     lies = lies or over_all_ranks()
     shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
-    scaled = [nn.Parameter(quantize_weight_shards(each, level)) for each in shards]
+    scaled = [nn.Parameter(quantize_weight(each, level)) for each in shards]
     parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
     return parameters, adam(parameters, states, cls)
 
@@ -312,7 +312,7 @@ def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters()
     one = alone("O2", rule("O2"))
     one[1].load_state_dict(stock.state_dict())
     shards = [
-        nn.Parameter(quantize_weight_shards(shard(values(shape, i), *over_all_ranks()), "O2"))
+        nn.Parameter(quantize_weight(shard(values(shape, i), *over_all_ranks()), "O2"))
         for i, shape in enumerate(SCALED)
     ]
     shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]

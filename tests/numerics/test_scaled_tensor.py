@@ -11,23 +11,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics import formats, scaled_tensor
+from fp8_backends.numerics import encoding, formats
+from fp8_backends.numerics.encoding import FEWEST_ON_A_CPU, PART, amax_of
 from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.meshes import agreed_over
-from fp8_backends.numerics.pairs import PART
 from fp8_backends.numerics.scaled_tensor import (
-    FEWEST_ON_A_CPU,
     FRESH,
     SHARD,
     Elsewhere,
     ScaledTensor,
     agree_on_scale,
-    block_amax,
     quantize,
     quantize_pair,
     stored_parts,
 )
+from fp8_backends.numerics.sharded_tensor import agreed_over
 
 E4M3, E5M2, FP16, ROOT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.uint8
 STORED = [E4M3, E5M2, FP16]
@@ -70,7 +68,7 @@ def test_a_large_tensor_is_stored_to_the_bit_as_a_small_one(dtype, form, bad, mo
         x[5, 7] = bad
     x = {"matrix": x, "transposed": x.t(), "three dimensions": x.view(-1, 1, 64)}[form]
     stored = quantize(x, E4M3)
-    monkeypatch.setattr(scaled_tensor, "FEWEST_ON_A_CPU", x.numel() + 1)
+    monkeypatch.setattr(encoding, "FEWEST_ON_A_CPU", x.numel() + 1)
     plainly = quantize(x, E4M3)
     assert stored._data.is_contiguous() and torch.equal(stored._data.view(torch.uint8), plainly._data.view(torch.uint8))
     assert torch.equal(stored._scale_inv.nan_to_num(-1), plainly._scale_inv.nan_to_num(-1))
@@ -80,7 +78,7 @@ def test_a_large_tensor_is_stored_to_the_bit_as_a_small_one(dtype, form, bad, mo
 def test_a_tensor_that_ranks_share_is_stored_as_on_one_rank(bad):
     x = values(8, 16)
     x[2, 3] = bad
-    shared = quantize(x, E4M3, amax=agreed_over(scaled_tensor.tensor_amax_of(x), []))
+    shared = quantize(x, E4M3, amax=agreed_over(amax_of(x), []))
     assert torch.equal(shared.dequantize().isnan(), quantize(x, E4M3).dequantize().isnan())
     assert agreed_over(torch.tensor([-torch.inf, torch.nan, 2.0]), []).tolist() == [-torch.inf, torch.inf, 2.0]
 
@@ -96,7 +94,7 @@ def test_a_large_gradient_is_rounded_as_a_small_one(factor, monkeypatch):
         return total
 
     large = rounded()
-    monkeypatch.setattr(scaled_tensor, "FEWEST_ON_A_CPU", 2**30)
+    monkeypatch.setattr(encoding, "FEWEST_ON_A_CPU", 2**30)
     assert large._data.dtype == E4M3
     torch.testing.assert_close(large.dequantize(), rounded().dequantize(), rtol=0, atol=0, equal_nan=True)
 
@@ -111,7 +109,7 @@ def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, blo
     scale = 1 / t._scale_inv.double()
     assert torch.equal(torch.exp2(torch.round(torch.log2(scale))), scale)
     largest = FORMAT_OF[storage].max
-    amax = block_amax(x, block_size) if block_size else x.abs().max().reshape(1)
+    amax = amax_of(x, block_size).reshape(-1)
     scaled = amax.double() * scale.reshape(-1)
     assert (scaled <= largest).all() and (scaled[amax > 0] > largest / 2 * (1 - 1e-6)).all()
     normal = x.abs() * (scale.repeat_interleave(block_size)[:n] if block_size else scale) >= torch.finfo(storage).tiny

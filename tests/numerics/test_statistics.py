@@ -137,7 +137,7 @@ def test_a_large_tensor_is_sampled_and_its_amax_is_not(blocks, columns):
 def test_sampled_rows_do_not_keep_step_with_a_batch():
     """Of 4096 tokens in sequences of 64 one in 64 is a first one; a plain stride of 64 rows would see no others."""
     position = torch.arange(4096).remainder(64).float().unsqueeze(1).expand(-1, 1024)
-    chosen = statistics._bands(position, 1)[:, 0]
+    chosen = statistics._sampled(position, 1)[:, 0]
     assert len(chosen) == 64 and (chosen == 0).sum() <= 2 and len(chosen.unique()) > 32
 
 

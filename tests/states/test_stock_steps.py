@@ -18,7 +18,7 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.formats import E4M11, FORMATS
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.states import stock_steps
-from fp8_backends.states.stock_optimizers import ScaledAdafactor, ScaledMuon, ScaledSGD
+from fp8_backends.states.stock_steps import ScaledAdafactor, ScaledMuon, ScaledSGD
 
 
 class Lion(torch.optim.Optimizer):
