@@ -98,11 +98,12 @@ class ScaledStorage:
             torch.autograd.graph.increment_version([self.data, self.scale_inv])
 
 
-def _stored(name: str) -> property:
-    """Return a property with one value for all views."""
+def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -> property:
+    """Return a property with one value for all views; `seen` returns a view's part of it."""
 
     def get(tensor: ScaledTensor) -> Any:
-        return getattr(tensor.stored, name)
+        value = getattr(tensor.stored, name)
+        return value if seen is None or value is None or tensor._view is None else seen(tensor, value)
 
     def put(tensor: ScaledTensor, value: Any) -> None:
         setattr(tensor.stored, name, value)
@@ -154,7 +155,9 @@ class ScaledTensor(WithoutMemory):
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
-    edited, state_dict_copies = _stored("edited"), _stored("state_dict_copies")
+    edited, state_dict_copies, _scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
+    master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master._data)))
+    residual = _stored("residual", lambda tensor, residual: tensor.in_whole(residual))
 
     @staticmethod
     def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
@@ -215,10 +218,6 @@ class ScaledTensor(WithoutMemory):
         return seen
 
     @property
-    def _scale_inv(self) -> torch.Tensor:
-        return self.stored.scale_inv
-
-    @property
     def partial(self) -> bool | str:
         partial = self.stored.partial
         return SHARD if partial == FRESH and not self.numel() else partial  # nothing is copied into an empty shard
@@ -226,24 +225,6 @@ class ScaledTensor(WithoutMemory):
     @partial.setter
     def partial(self, partial: bool | str) -> None:
         self.stored.partial = partial
-
-    @property
-    def master(self) -> ScaledTensor | None:
-        master = self.stored.master
-        return master if master is None or self._view is None else master.view_of(self.in_whole(master._data))
-
-    @master.setter
-    def master(self, master: ScaledTensor | None) -> None:
-        self.stored.master = master
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        residual = self.stored.residual
-        return None if residual is None else self.in_whole(residual)
-
-    @residual.setter
-    def residual(self, residual: torch.Tensor | None) -> None:
-        self.stored.residual = residual
 
     @property
     def rest(self) -> torch.Tensor | None:
@@ -452,11 +433,12 @@ class ScaledTensor(WithoutMemory):
 
 def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]) -> ScaledTensor:
     """Return the pickled tensor. Raise `FP8BackendError` if its parts do not match."""
-    _check_parts(data, storage, scale_inv, context)
+    if not _belong_together(data, storage, scale_inv, context):
+        raise _damaged("data, scale and form do not belong together")
     tensor = ScaledTensor(data.view(storage), scale_inv, *context)
     for name, value in others.items():
         if not _may_have(tensor, name, value):
-            raise _damaged(f"its {name} is {_described(value)}")
+            raise _damaged(f"its {name} does not belong to it")
         setattr(tensor, name, value)
     return tensor.requires_grad_(requires_grad)
 
@@ -465,23 +447,20 @@ def _damaged(fault: str) -> FP8BackendError:
     return FP8BackendError(f"a scaled tensor in the file is damaged, or was made up, and is not loaded: {fault}")
 
 
-def _check_parts(data: Any, storage: Any, scale_inv: Any, context: Any) -> None:
-    """Raise `FP8BackendError` if data and scale cannot be one ScaledTensor."""
-    if storage not in (*FORMAT_OF, torch.float32):
-        raise _damaged(f"it is stored as {storage}, which has no scale")
-    pickled_dtype = torch.uint8 if storage.itemsize == 1 else storage  # as `__reduce_ex__` writes it
-    if not isinstance(data, torch.Tensor) or data.dtype != pickled_dtype or data.layout != torch.strided:
-        raise _damaged(f"its data are {_described(data)}, and it is stored as {storage}")
+def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
+    """Return True if data and scale can be one ScaledTensor."""
     kinds = (torch.dtype, int, bool, (bool, str))
-    if not isinstance(context, tuple) or len(context) != 4 or not all(map(isinstance, context, kinds)):
-        raise _damaged(f"it says {context!r} of itself")
+    tensors = isinstance(data, torch.Tensor) and isinstance(scale_inv, torch.Tensor) and data.layout == torch.strided
+    if not (tensors and storage in (*FORMAT_OF, torch.float32) and isinstance(context, tuple)):
+        return False
+    pickled_dtype = torch.uint8 if storage.itemsize == 1 else storage  # as `__reduce_ex__` writes it
+    if data.dtype != pickled_dtype or len(context) != 4 or not all(map(isinstance, context, kinds)):
+        return False
     dtype, block_size = context[:2]
     shape = (-(-data.numel() // block_size),) if block_size > 0 else ()
-    lacks_blocks = storage == ROOT8.dtype and not block_size
-    if not dtype.is_floating_point or block_size < 0 or (block_size and not data.is_contiguous()) or lacks_blocks:
-        raise _damaged(f"it stands for {dtype}, with a scale for each {block_size} elements")
-    if not isinstance(scale_inv, torch.Tensor) or scale_inv.dtype != torch.float32 or scale_inv.shape != shape:
-        raise _damaged(f"its scale is {_described(scale_inv)}, and must be float32 {list(shape)}")
+    fits = block_size >= 0 and scale_inv.dtype == torch.float32 and scale_inv.shape == shape
+    in_blocks = data.is_contiguous() if block_size else storage != ROOT8.dtype
+    return dtype.is_floating_point and fits and in_blocks
 
 
 def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
@@ -509,10 +488,8 @@ def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
     return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{list(value.shape)} {value.dtype} on {value.device}".replace("torch.", "")
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}".replace("torch.", "")
 
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read

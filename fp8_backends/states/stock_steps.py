@@ -19,7 +19,7 @@ import torch
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
-from ..numerics.encoding import amax_of
+from ..numerics.encoding import amax_of, decode, decode_pair
 from ..numerics.faults import FINITE, NOT_NEGATIVE
 from ..numerics.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
 from ..numerics.kernels.adam.dispatch import Slot, is_finite
@@ -29,7 +29,6 @@ from ..numerics.kernels.adam.rounding import (
     WEIGHT_BITS,
     RandomBits,
     codes_of,
-    decoded,
     random_bits,
 )
 from ..numerics.kernels.quantize import cpu_casts
@@ -365,20 +364,20 @@ class _Step:
 
 def _read(slot: Slot, span: slice) -> torch.Tensor:
     """Return the exact values of a part, FP32, flat, a copy."""
-    flat = _flat(slot.data, span)
+    flat = slot.data.detach().reshape(-1)[span]
     if slot.scale_inv is None:
         return flat.to(torch.float32, copy=True)
-    if slot.format is E4M3 and flat.device.type == "cpu":
-        values = cpu_casts.decoded(flat.view(E4M3.dtype), torch.float32)
-    else:
-        values = decoded(flat, slot.format, None if slot.residual is None else _flat(slot.residual, span))
-    values = values * _spread(slot.scale_inv.detach(), slot, span, values)
-    return values.square_() if slot.format is ROOT8 else values
+    scale_inv = _spread(slot.scale_inv.detach(), slot, span, flat)
+    if slot.residual is not None:
+        return decode_pair(flat, slot.residual.reshape(-1)[span], scale_inv)
+    if slot.format is E4M3 and flat.device.type == "cpu":  # five times as fast as torch's cast
+        return cpu_casts.decoded(flat, torch.float32) * scale_inv
+    return decode(flat, scale_inv)
 
 
-def _flat(data: torch.Tensor, span: slice) -> torch.Tensor:
+def _bytes(data: torch.Tensor, span: slice) -> torch.Tensor:
     """Return a part of stored data, flat; FP8 as bytes."""
-    flat = data.detach().reshape(-1)[span]
+    flat = data.detach().view(-1)[span]
     return flat.view(torch.uint8) if flat.dtype.is_floating_point and flat.dtype.itemsize == 1 else flat
 
 
@@ -431,5 +430,5 @@ def _write(
     else:
         codes, residual = codes_of(values, fmt, random, _BITS[role], above_zero)
         if residual is not None:
-            _flat(slot.residual, span).copy_(residual)
-        _flat(slot.data, span).copy_(codes)
+            _bytes(slot.residual, span).copy_(residual)
+        _bytes(slot.data, span).copy_(codes)
