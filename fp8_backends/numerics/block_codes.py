@@ -37,16 +37,6 @@ class Frozen(WithoutMemory):
     def values(self) -> torch.Tensor:
         return self.exact()
 
-    def share_memory_(self) -> Frozen:
-        """Move the stored tensors to memory shared with other processes."""
-        for part in self.parts:
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return True if other processes can see the stored tensors."""
-        return all(part.is_shared() for part in self.parts)
-
     @property
     def data(self) -> torch.Tensor:
         """A view outside of autograd. Assigning other values raises, since `torch.Tensor.data` would change nothing."""
@@ -165,20 +155,11 @@ def _same(func, tensor, *args, **kwargs):
     return BlockCodes(*tensor.parts, tensor.dtype)
 
 
-def _clone(func, tensor, **kwargs):
-    return BlockCodes(*(part.clone() for part in tensor.parts), tensor.dtype)
-
-
-def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+def _part_by_part(func, tensor, *, dtype=None, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    moved = (part.to(device, non_blocking=non_blocking, copy=True) for part in tensor.parts)
-    return BlockCodes(*moved, dtype or tensor.dtype)
-
-
-def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
-    empty = (torch.empty_like(part, device=device) for part in tensor.parts)
-    return BlockCodes(*empty, dtype or tensor.dtype)
+    options = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+    return BlockCodes(*(func(part, **options) for part in tensor.parts), dtype or tensor.dtype)
 
 
 def _copy_(func, target, source, non_blocking=False):
@@ -202,9 +183,9 @@ _ON_CODES = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _empty_like,
+    aten.clone.default: _part_by_part,
+    aten._to_copy.default: _part_by_part,
+    aten.empty_like.default: _part_by_part,
     aten.copy_.default: _copy_,
 }
 

@@ -131,6 +131,16 @@ class WithoutMemory(torch.Tensor):
         """Return the values as nested lists."""
         return self.values().tolist()
 
+    def share_memory_(self) -> torch.Tensor:
+        """Move the stored tensors, `parts`, to memory shared with other processes."""
+        for part in self.parts:
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return True if other processes can see the stored tensors."""
+        return all(part.is_shared() for part in self.parts)
+
 
 class ScaledTensor(WithoutMemory):
     """A tensor stored as low-precision data and FP32 scales. PyTorch sees the dtype of its values.
@@ -311,16 +321,10 @@ class ScaledTensor(WithoutMemory):
         with torch.no_grad():
             self.detach().copy_(values)
 
-    def share_memory_(self) -> ScaledTensor:
-        """Move the stored tensors to memory shared with other processes."""
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
         edited = () if self.edited is None else (self.edited,)
-        for part in (*stored_parts(self, exact=True), *edited):
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return True if other processes can see the stored tensors."""
-        return all(part.is_shared() for part in stored_parts(self, exact=True))
+        return *stored_parts(self, exact=True), *edited
 
     def to(self, *args, **kwargs) -> torch.Tensor:
         """Move or cast like `torch.Tensor.to`. A new dtype makes a tensor plain, but a Parameter (`module.to(dtype)`)

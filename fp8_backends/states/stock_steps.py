@@ -41,8 +41,6 @@ from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 
 PART = 2**22
 """Elements copied to FP32 at a time; a multiple of every block size."""
-ROUNDED_ON_A_CPU = 2**16
-"""Elements rounded at a time on a CPU, in its cache; a multiple of every block size."""
 
 WEIGHT = "weight"
 _BITS = {
@@ -329,17 +327,13 @@ class _Step:
 
     def write(self, span: slice, values: _Values, amaxes: Sequence[torch.Tensor | None]) -> None:
         """Store a part, rounded with scales from the amaxes of all parts."""
-        weight = values[WEIGHT]
-        size = ROUNDED_ON_A_CPU if weight.device.type == "cpu" else max(weight.numel(), 1)
-        bits = None
+        weight, random = values[WEIGHT], None
         if self.rounding == "stochastic":
             step = (self.state["step"] + 1).to(weight.device, torch.float32)
-            bits = RandomBits(self.view.index, step, size, self.view.first)
-        for start in range(0, weight.numel(), size):
-            piece = slice(span.start + start, span.start + min(start + size, weight.numel()))
-            random = None if bits is None else random_bits(1, *bits.part(piece.start, piece.stop)).view(-1)
-            for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
-                _write(self.slots[name], piece, values[name][start : start + size], amax, role, random)
+            bits = RandomBits(self.view.index, step, weight.numel(), self.view.first)
+            random = random_bits(1, *bits.part(span.start, span.start + weight.numel())).view(-1)
+        for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
+            _write(self.slots[name], span, values[name], amax, role, random)
 
     def finish(self, amaxes: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Store scales and unrounded results. Return max |x| of the stored weight if it has a copy."""

@@ -41,11 +41,8 @@ PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm
 """Rows of 128: a block lies on one rank, and is the same one there as on one rank alone."""
 
 
-def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
-    first_moment, second_moment = STATE_FORMATS[level]
-    if block:
-        first_moment = first_moment._replace(block_size=block)
-    return StateRule(level, first_moment, second_moment, rounding)
+def rule(level: str, rounding: str = "stochastic") -> StateRule:
+    return StateRule(level, *STATE_FORMATS[level], rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
@@ -145,10 +142,19 @@ def check_shards_step_as_one_rank_does():
                     step(*each, seed)
             assert_same(ours, reference)
             assert_same(hybrid, reference)
-            for p in ours[0][:3]:
-                scales = [torch.empty(()) for _ in range(dist.get_world_size())]
-                dist.all_gather(scales, local_part(p)._scale_inv)
-                assert all(torch.equal(scale, scales[0]) for scale in scales)
+            assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in ours[0][:3])
+
+
+def same_on_all_ranks(tensor: torch.Tensor) -> bool:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, tensor)
+    return all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def shared_folder() -> str:
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return folders[0]
 
 
 def other_optimizers() -> dict[str, Callable]:
@@ -186,16 +192,6 @@ def check_other_optimizers_step_shards_as_one_rank_does():
             for p, q in zip(pair[0], reference[0], strict=True):
                 a, b = pair[1].state[p], reference[1].state[q]
                 assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
-
-
-def check_blocks_of_shards_step_as_one_rank_does():
-    states = rule("O2", block=128)
-    ours, reference = sharded("O2", states), alone("O2", states)
-    for seed in range(3):
-        step(*ours, seed)
-        step(*reference, seed)
-    assert torch.equal(whole(ours[0][2]), whole(reference[0][2]))  # rows of 128: the blocks are the same
-    assert ours[1].state[ours[0][2]]["exp_avg"]._local_tensor.block_size == 128
 
 
 def check_a_gradient_that_is_not_finite_on_one_rank_counts_as_zero_on_all():
@@ -238,13 +234,12 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
 
 def save_and_load(ours: tuple, theirs: tuple) -> None:
     """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
-    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folder)
+    folder = shared_folder()
     saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
     assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
-    dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
+    dcp.save({"optimizer": saved}, checkpoint_id=folder)
     template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
-    dcp.load({"optimizer": template}, checkpoint_id=folder[0])
+    dcp.load({"optimizer": template}, checkpoint_id=folder)
     set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
 
 
@@ -280,16 +275,6 @@ def check_whole_checkpoints_load_into_shards_and_back():
             step(*theirs, 7)
             step(*one, 7)
             assert all(torch.equal(whole(p), whole(q)) for p, q in zip(one[0][:3], theirs[0][:3], strict=True))
-
-
-def check_states_of_a_stock_adam_load_into_shards():
-    parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
-    stock = torch.optim.AdamW(parameters, 1e-3)
-    step(parameters, stock, 0)
-    one, ours = alone("O2", rule("O2")), sharded("O2", rule("O2"))
-    for optimizer in (one[1], ours[1]):
-        optimizer.load_state_dict(stock.state_dict())
-    assert_same_states(one, ours)
 
 
 def check_what_one_rank_refuses_all_refuse():
@@ -390,51 +375,41 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def check_shared_out_states_train_as_whole_ones_do():
-    for level in ("O3", "O4"):
-        model, optimizer = under_ddp(level)
-        reference, its_optimizer = under_ddp(level, shard_states=False)
+def check_shared_out_states_train_as_whole_ones_do_and_resume():
+    """Each rank steps the weights that it owns; gathered states resume to the bit, shared out or not."""
+    kinds = [
+        ("O3", torch.optim.AdamW),
+        ("O4", torch.optim.AdamW),
+        *(("O3", make) for make in other_optimizers().values()),
+    ]
+    for level, make in kinds:
+        model, optimizer = under_ddp(level, make=make)
+        reference, its_optimizer = under_ddp(level, make=make, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
-        zero.MESSAGE, kept = 5000, zero.MESSAGE  # a weight has 4096 bytes: messages end inside of one
-        try:
-            assert train(model, optimizer, range(5)) == train(reference, its_optimizer, range(5))
-        finally:
-            zero.MESSAGE = kept
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero, "MESSAGE", 5000)  # a weight has 4096 bytes: messages end inside of one
+            assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3))
         assert equal(bits(model), bits(reference))
-        weights, states = whole_state_dicts(model, optimizer)
-        assert equal(weights, reference.state_dict())
-        its_states = its_optimizer.state_dict()
-        assert equal(states["state"], its_states["state"]) and equal(states["param_groups"], its_states["param_groups"])
+        saved = whole_state_dicts(model, optimizer)
+        assert equal(values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict()))
         mine = {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)}
         assert len(mine) == 4 // dist.get_world_size()
-        with_rest = {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
-        assert with_rest == mine
-
-
-def check_other_optimizers_share_their_states_out_and_resume():
-    """Each rank steps the matrices that it owns; what is gathered resumes to the bit where nothing is shared out."""
-    for name, make in other_optimizers().items():
-        model, optimizer = under_ddp(make=make)
-        reference, its_optimizer = under_ddp(make=make, shard_states=False)
-        assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3)), name
-        saved = whole_state_dicts(model, optimizer)
-        assert equal(values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict())), name
-        other, resumed = under_ddp(seed=5, make=make)
-        weights, states = copy.deepcopy(saved)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(states)
-        assert train(other, resumed, range(3, 5)) == train(model, optimizer, range(3, 5)), name
-        assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)), name
-        owned = [p for p in resumed.state if isinstance(p, ScaledTensor)]
-        assert len(owned) == 4 // dist.get_world_size(), name
+        assert mine == {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
+        losses = train(model, optimizer, range(3, 5))
+        for fields in ({}, {"shard_states": False}):
+            other, resumed = under_ddp(level, seed=5, make=make, **fields)
+            weights, states = copy.deepcopy(saved)
+            other.load_state_dict(weights)
+            resumed.load_state_dict(states)
+            assert equal(values_of(*whole_state_dicts(other, resumed)), values_of(*saved))
+            assert train(other, resumed, range(3, 5)) == losses
+            found, wanted = whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)
+            assert equal(values_of(*found), values_of(*wanted))
+            assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_shared_out_states_are_not_exported_in_part():
-    for level in ("O3", "O4"):
-        _are_not_exported_in_part(*under_ddp(level))
-
-
-def _are_not_exported_in_part(model, optimizer) -> None:
+    model, optimizer = under_ddp("O4")
     train(model, optimizer, range(1))
     others = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is None]
     for export in (optimizer.state_dict, model.state_dict, others[0].exact):
@@ -486,30 +461,9 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 evaluated = model.module.eval()(x)
-            every = [torch.empty_like(evaluated) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, evaluated.detach().clone())
-            assert all(torch.equal(each, every[0]) for each in every)
+            assert same_on_all_ranks(evaluated.detach().clone())
         model.train()
         assert train(model, optimizer, range(1, 3))[-1] > 0
-
-
-def check_shared_out_states_resume_to_the_bit():
-    """Also in a run that shares nothing out."""
-    for level in ("O3", "O4"):
-        model, optimizer = under_ddp(level)
-        train(model, optimizer, range(3))
-        saved = whole_state_dicts(model, optimizer)
-        losses = train(model, optimizer, range(3, 6))
-        for fields in ({}, {"shard_states": False}):
-            other, resumed = under_ddp(level, seed=5, **fields)
-            weights, states = copy.deepcopy(saved)
-            other.load_state_dict(weights)
-            resumed.load_state_dict(states)
-            assert equal(values_of(*whole_state_dicts(other, resumed)), values_of(*saved))
-            assert train(other, resumed, range(3, 6)) == losses
-            found, wanted = whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)
-            assert equal(values_of(*found), values_of(*wanted))
-            assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_new_values_are_the_same_weights_on_all_ranks():
@@ -518,10 +472,7 @@ def check_new_values_are_the_same_weights_on_all_ranks():
         model, _ = under_ddp(level)
         shapes = {name: value.shape for name, value in under_ddp(level, shard_states=False)[0].state_dict().items()}
         model.load_state_dict({name: values(tuple(shape), i) for i, (name, shape) in enumerate(shapes.items())})
-        for mine in bits(model):
-            every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, mine)
-            assert all(torch.equal(each, every[0]) for each in every)
+        assert all(map(same_on_all_ranks, bits(model)))
 
 
 def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -534,55 +485,52 @@ def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer
 
 
 def check_accelerate_saves_and_loads_what_is_shared_out():
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     assert optimizer.optimizer.fp8_owners is not None
     train(model, optimizer, range(3))
     saved = whole_state_dicts(model.module, optimizer)
-    accelerator.save_state(folders[0])
-    accelerator.save_model(model, f"{folders[0]}/export")
+    accelerator.save_state(folder)
+    accelerator.save_model(model, f"{folder}/export")
     exported = accelerator.get_state_dict(model)
     accelerator.wait_for_everyone()
     assert equal(dict(exported), dict(saved[0]))  # on every rank
-    on_disk = load_file(f"{folders[0]}/export/model.safetensors")
+    on_disk = load_file(f"{folder}/export/model.safetensors")
     assert equal(dict(sorted(on_disk.items())), dict(sorted(saved[0].items())))
     losses = train(model, optimizer, range(3, 5))
     for fields in ({}, {"shard_states": False}):
         accelerator, model, optimizer = accelerated(**fields)
         train(model, optimizer, range(7, 9))
-        accelerator.load_state(folders[0])
+        accelerator.load_state(folder)
         assert equal(dict(whole_state_dicts(model.module, optimizer)[0]), dict(saved[0]))
         assert train(model, optimizer, range(3, 5)) == losses
 
 
 def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
-    accelerator.save_state(folders[0])
+    accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if dist.get_rank() == 1:
-        unseal(Path(folders[0]))
-        states = load_file(f"{folders[0]}/fp8_scaling_1.safetensors")
+        unseal(Path(folder))
+        states = load_file(f"{folder}/fp8_scaling_1.safetensors")
         states[max(states)][2, 0] = -1  # the bits of a NaN
-        save_file(states, f"{folders[0]}/fp8_scaling_1.safetensors")
+        save_file(states, f"{folder}/fp8_scaling_1.safetensors")
     accelerator.wait_for_everyone()
     before = bits(model)
     with pytest.raises(FP8BackendError, match="a scale of .*fp8_window holds nan"):
-        accelerator.load_state(folders[0])
+        accelerator.load_state(folder)
     assert all(map(torch.equal, bits(model), before))
 
 
 def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
     """Also where one rank cannot write, where each has a disk of its own, and where one file is damaged."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     rank = dist.get_rank()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
-    shared = Path(folders[0], "shared")
+    shared = Path(folder, "shared")
     accelerator.save_state(shared)
     record = json.loads((shared / "fp8_manifest.json").read_text())
     assert {"random_states_0.pkl", "random_states_1.pkl"} < set(record["files"]) and record["step"] == 2
@@ -601,7 +549,7 @@ def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
 
     state = PartialState()
     before, state.local_process_index = state.local_process_index, 0  # two nodes
-    own = Path(folders[0], str(rank), "own")
+    own = Path(folder, str(rank), "own")
     for _ in range(2):
         accelerator.save_state(own)
     names = set(json.loads((own / "fp8_manifest.json").read_text())["files"])
@@ -620,19 +568,18 @@ def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
     """It saves the optimizer on rank 0 alone, so its states are not shared out."""
     from trainers.tiny_trainers import losses_of, trainer_for
 
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     losses = []
-    for resume in (None, f"{folders[0]}/checkpoint-2"):
+    for resume in (None, f"{folder}/checkpoint-2"):
         AcceleratorState._reset_state(True)
         with environment(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="msamp:O3"):
-            trainer = trainer_for(folders[0], max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
+            trainer = trainer_for(folder, max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
             trainer.train(resume_from_checkpoint=resume)
         optimizer = trainer.optimizer.optimizer
         assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
         losses.append(losses_of(trainer)[-2:])
     assert losses[0] == losses[1]
-    assert fp8_backends.checkpoints.newest_checkpoint(folders[0]) == f"{folders[0]}/checkpoint-4"
+    assert fp8_backends.checkpoints.newest_checkpoint(folder) == f"{folder}/checkpoint-4"
     AcceleratorState._reset_state(True)
 
 
@@ -719,10 +666,7 @@ def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
             torch.testing.assert_close(after[name], value * 0.5, rtol=2**-11, atol=2**-24)
         model(x).square().mean().backward()
         optimizer.step()
-        for p in model.parameters():
-            scales = [torch.empty(()) for _ in range(dist.get_world_size())]
-            dist.all_gather(scales, local_part(p)._scale_inv)
-            assert all(torch.equal(scale, scales[0]) for scale in scales)
+        assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in model.parameters())
 
 
 def check_states_of_a_new_model_are_made_before_its_first_step():

@@ -98,17 +98,6 @@ def test_the_transpose_of_squares_is_exact(shape):
     assert torch.equal(q.scale_inv.t(), transposed.scale_inv)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_a_block_that_is_cut_off_is_one_with_zeros(blocks):
-    x = spread((303, 300))
-    padded = torch.zeros(384, 384)
-    padded[:303, :300] = x
-    q, whole = blocks.quantize(x, E4M3), blocks.quantize(padded, E4M3)
-    assert torch.equal(bits(q.codes), bits(whole.codes[:303, :300].contiguous()))
-    rows, columns = q.scale_inv.shape
-    assert torch.equal(q.scale_inv, whole.scale_inv[:rows, :columns])
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zeros_and_infs_in_a_block(fmt):
     x = torch.ones(2, 256)
