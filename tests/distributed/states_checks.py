@@ -1,4 +1,4 @@
-"""Optimizers on several ranks: what they compute, keep, save and load, against one rank that has everything."""
+"""Optimizers on several ranks against one rank: steps, storage, saving and loading."""
 
 import contextlib
 import copy
@@ -46,7 +46,7 @@ def rule(level: str, rounding: str = "stochastic") -> StateRule:
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
-    """Normal values in rows that differ in size, so that every rank sees another amax."""
+    """Return normal values with rows of different sizes, so that every rank sees another amax."""
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
     return normal * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
@@ -66,7 +66,7 @@ def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn
 
 
 class Reduces:
-    """In place of what takes gradients to other ranks: the tests give all ranks the same ones."""
+    """Replaces gradient reduction: the tests give all ranks the same gradients."""
 
     reduces = True
 
@@ -96,7 +96,7 @@ def shard(whole: torch.Tensor, mesh, placements) -> DTensor:
 
 
 def step(parameters: list[nn.Parameter], optimizer, seed: int, bad: float | None = None) -> None:
-    """One step with the same gradients on every rank; with a number that is not finite in the last row of the first."""
+    """Make one step with the same gradients on every rank; `bad` goes into the last row of the first."""
     for i, p in enumerate(parameters):
         gradient = values(tuple(p.shape), 100 * seed + i)
         if bad is not None and i in (0, 3):
@@ -140,7 +140,7 @@ def shared_folder() -> str:
 
 
 def other_optimizers() -> dict[str, Callable]:
-    """By name what makes each of the optimizers whose steps are PyTorch's. Muon takes matrices alone."""
+    """Return constructors of the optimizers with PyTorch's steps. Muon supports only matrices."""
     return {
         "sgd": lambda p, lr, weight_decay: torch.optim.SGD(p, lr, 0.9, weight_decay=weight_decay, nesterov=True),
         "muon": lambda p, lr, weight_decay: torch.optim.Muon([q for q in p if q.dim() == 2], lr, weight_decay),
@@ -149,7 +149,7 @@ def other_optimizers() -> dict[str, Callable]:
 
 
 def held(pair: tuple) -> tuple:
-    """The parameters that the optimizer holds, and the optimizer."""
+    """Return the optimizer's parameters, and the optimizer."""
     return [p for group in pair[1].param_groups for p in group["params"]], pair[1]
 
 
@@ -243,7 +243,7 @@ def check_what_one_rank_refuses_all_refuse():
 
 
 def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters():
-    """As Accelerate does it: states are there already, and parameters become others, shards, in place."""
+    """Accelerate converts an optimizer with states, and replaces its parameters by shards, in place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
     stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
     step(parameters, stock, 0)
@@ -297,7 +297,7 @@ def train(model: nn.Module, optimizer, seeds) -> list[float]:
 
 
 def bits(model: nn.Module) -> list[torch.Tensor]:
-    """Everything that the parameters store, but for masters."""
+    """Return all stored tensors of the parameters except masters."""
     stored = [
         (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
         for p in model.parameters()
@@ -311,13 +311,13 @@ def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
 
 
 def values_of(weights, states) -> tuple:
-    """Two state dicts without the recipe, of which `shard_states` may differ."""
+    """Remove the recipe, since `shard_states` may differ."""
     scaling = {name: value for name, value in states["fp8_scaling"].items() if name != "recipes"}
     return weights, states | {"fp8_scaling": scaling}
 
 
 def equal(a, b) -> bool:
-    """Whether two state dicts hold the same bits."""
+    """Compare two state dicts to the bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -330,7 +330,7 @@ def equal(a, b) -> bool:
 
 
 def check_shared_out_states_train_as_whole_ones_do_and_resume():
-    """Each rank steps the weights that it owns; gathered states resume to the bit, shared out or not."""
+    """Each rank steps its own weights; gathered states resume to the bit, shared out or not."""
     kinds = [
         ("O3", torch.optim.AdamW),
         ("O4", torch.optim.AdamW),
@@ -479,7 +479,7 @@ def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
 
 
 def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
-    """Also where one rank cannot write, where each has a disk of its own, and where one file is damaged."""
+    """Includes a rank that cannot write, ranks with disks of their own, and a damaged file."""
     folder = shared_folder()
     rank = dist.get_rank()
     accelerator, model, optimizer = accelerated()
@@ -562,8 +562,8 @@ def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def check_bytes_of_an_element_on_each_rank():
-    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 %: scales come on top,
-    of which blocks have 8/128 bytes."""
+    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 % for scales; blocks add 8/128
+    bytes."""
     count, found = dist.get_world_size(), {}
     for level, bytes_ in (("O2", 6), ("O4", 5 + 8 / 128)):
         model, optimizer = sharded_model(level)

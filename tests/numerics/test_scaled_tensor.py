@@ -39,7 +39,7 @@ def values(*shape, seed=0, spread=1.0) -> torch.Tensor:
 
 
 def same(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Whether both store the same bits and stand for the same dtype."""
+    """Compare stored bits and presented dtypes."""
     parts, others = stored_parts(a, exact=True), stored_parts(b, exact=True)
     alike = len(parts) == len(others) and all(x.dtype == y.dtype for x, y in zip(parts, others, strict=True))
     equal = alike and all(torch.equal(x.float(), y.float()) for x, y in zip(parts, others, strict=True))
@@ -325,7 +325,7 @@ def test_what_is_not_all_here_refuses_to_change():
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_memory_asked_of_a_weight_is_that_of_a_plain_tensor(use, level):
-    """FSDP2 asks for that of its shards so, which get the scale of the whole with the first copy."""
+    """FSDP2 allocates shards this way; their first copy sets the scale of the whole."""
     t = weights(level, values(8, 8))
     before = t.exact()
     zeros = t.detach().new_zeros(8, 8)
@@ -360,7 +360,7 @@ def test_a_parameter_made_anew_is_one():
 
 
 def test_a_residual_is_a_part_of_its_weight():
-    """A view has its part of it, and what is copied, moved or renamed has all of it."""
+    """A view has its part of the residual; copied, moved or renamed weights have all of it."""
     t = weights("O4", values(8, 8)).detach()
     exact = t.exact()
     assert not torch.equal(exact, t.dequantize())
@@ -380,7 +380,7 @@ def test_a_residual_is_a_part_of_its_weight():
 
 
 def test_a_weight_takes_exact_values_of_any_other_form():
-    """Levels' weights that are copied into one another, such as by `load_state_dict` between models."""
+    """Copies between models at other levels, such as by `load_state_dict`."""
     x = values(16, 16, spread=0.02)
     for source in LEVELS:
         for target in LEVELS:
@@ -410,7 +410,7 @@ def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_shards_have_their_part_and_what_is_gathered_has_data_alone(level):
-    """By hand what FSDP2 does: rows are copied into memory of its own, one byte an element travels."""
+    """Repeat FSDP2's steps: copy rows into new memory, and send one byte an element."""
     whole = weights(level, values(7, 4)).detach()
     shards = []
     for rows in (slice(0, 4), slice(4, 7)):  # the last shard is padded
@@ -430,7 +430,7 @@ def test_shards_have_their_part_and_what_is_gathered_has_data_alone(level):
 
 
 class Mesh:
-    """Of `torch.distributed.DeviceMesh` what a shard asks where no scale is to be agreed on."""
+    """The methods of `torch.distributed.DeviceMesh` for a shard with an agreed scale."""
 
     def size(self) -> int:
         return 2
@@ -463,7 +463,7 @@ def test_a_file_with_parts_that_do_not_go_together_is_refused(damage):
 
 @pytest.mark.parametrize("factor", [2.0, 0.25, 3.0, torch.tensor(4.0)])
 def test_roots_are_multiplied_by_value(factor):
-    """Their scale is that of the root: no product is one of the scale alone."""
+    """The scale multiplies the root, so no product changes only the scale."""
     t = quantize(values(8, 8).square(), ROOT8, block_size=32)
     t.is_state = True
     before = t.values()

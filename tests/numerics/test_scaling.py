@@ -24,7 +24,7 @@ def bits(x):
 
 
 def test_the_table_of_formats_is_pytorchs():
-    """But for roots, which PyTorch has as plain bytes."""
+    """Except roots, plain bytes in PyTorch."""
     roots = TABLE[torch.uint8]
     assert (roots.max, roots.smallest_normal, roots.smallest) == (496.0, 2.0**-6, 2.0**-10)
     for dtype, fmt in TABLE.items():
@@ -104,7 +104,7 @@ def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
 
 @pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
 def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
-    """As in TransformerEngine, whose maxima leave NaN out."""
+    """TransformerEngine's maxima skip NaN, too."""
     x = torch.ones(4, 4)
     x[1, 2] = math.nan
     codes, scale_inv = quantize(x, E4M3)

@@ -1,4 +1,4 @@
-"""Block scaling and MXFP8: codes and scales against a reference that goes from block to block in Python."""
+"""Block scaling and MXFP8: codes and scales against a block-by-block reference in Python."""
 
 import math
 
@@ -23,7 +23,8 @@ def bits(x):
 
 
 def spread(shape, dtype=torch.float32):
-    """Normal values whose blocks differ widely in size: one of zeros, one with equal values, a few tiny ones."""
+    """Return normal values with blocks of very different sizes: one of zeros, one with equal values, a few tiny
+    ones."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
     x[:, : shape[1] // 3] *= 2.0**-60

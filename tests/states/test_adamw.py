@@ -85,7 +85,7 @@ def test_after_four_steps_weights_are_torchs(kind, maximize, level):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_o1_with_fp32_weights_is_torch(kind):
-    """A model none of whose layers is converted, trained by the converted optimizer."""
+    """Train a model without converted layers by the converted optimizer."""
     stock_model, model = mlp(), mlp()
     stock, optimizer = OPTIMIZERS[kind](stock_model.parameters()), OPTIMIZERS[kind](model.parameters())
     convert(optimizer, StateRule("O1", *STATE_FORMATS["O1"], "stochastic"))
@@ -272,7 +272,7 @@ def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(
 
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_moments_that_were_rounded_to_a_power_of_two_are_loaded_to_the_bit(level):
-    """The amax of rounded values may have a finer scale than that of the values before they were rounded."""
+    """The amax of rounded values may have a finer scale than the original amax."""
     model, optimizer = prepared(level)
     train(model, optimizer, range(1))
     moment = optimizer.state[model[0].weight]["exp_avg"]

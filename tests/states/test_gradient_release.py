@@ -1,4 +1,4 @@
-"""Gradient release: the steps that backward makes are those of the usual order, to the bit, and no gradient stays."""
+"""Gradient release: steps inside backward equal the usual steps to the bit, and free their gradients."""
 
 import copy
 
@@ -22,12 +22,12 @@ OPTIMIZERS = {
 
 @pytest.fixture(params=[1, 2**13, 2**40], ids=["each", "some", "all"])
 def waiting(request, monkeypatch):
-    """How many elements wait for each other: each parameter is stepped by itself, some together, all at the end."""
+    """Step parameters one by one, some together, or all at the end."""
     monkeypatch.setattr(gradient_release, "PENDING", request.param)
 
 
 class Words(nn.Module):
-    """A large plain weight with scaled states, layers, small plain parameters, and a layer that is not used."""
+    """A large plain weight with scaled states, layers, small plain parameters, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -407,7 +407,7 @@ def test_a_subclass_of_a_class_that_names_its_states_is_another():
 
 
 def test_muon_beside_adamw_accumulates_and_clips_under_accelerate():
-    """As it is used: Muon has the matrices, AdamW the rest."""
+    """Muon trains the matrices, AdamW the rest."""
     AcceleratorState._reset_state(True)
     recipe = fp8_backends.FP8RecipeKwargs(backend="msamp:O2")
     accelerator = Accelerator(mixed_precision="fp8", gradient_accumulation_steps=2, cpu=True, kwargs_handlers=[recipe])
