@@ -109,6 +109,10 @@ class _Held(NamedTuple):
     function: Any
     put: Callable[[Any], None]
 
+    @classmethod
+    def item(cls, holder: dict[str, Any], name: str) -> _Held:
+        return cls(holder[name], functools.partial(holder.__setitem__, name))
+
 
 def forward_obstacle(module: nn.Module) -> str | None:
     """Return None if calling the module runs its class's forward, directly or inside known wrappers; else a reason that
@@ -135,7 +139,7 @@ def _innermost(module: nn.Module) -> _Held | None:
     """Return the instance's forward without the known wrappers; None if there is none on the instance."""
     if "forward" not in module.__dict__:
         return None
-    held = _Held(module.__dict__["forward"], functools.partial(module.__dict__.__setitem__, "forward"))
+    held = _Held.item(module.__dict__, "forward")
     while not _is_own(held.function, module):
         inner = _wrapped(held.function, module)
         if inner is None:
@@ -155,17 +159,16 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
     """Return the function inside a known wrapper; None for any other function."""
     if isinstance(function, functools.partial):
         if _name(function) == "accelerate.hooks.add_hook_to_module.<locals>.new_forward":
-            holder = module.__dict__
-            return _Held(holder["_old_forward"], functools.partial(holder.__setitem__, "_old_forward"))
-        return _Held(function.func, functools.partial(_put_into_partial, function))
+            return _Held.item(module.__dict__, "_old_forward")
+        state = (function.args, function.keywords, vars(function))
+        return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
     if not isinstance(function, FunctionType):
         return None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if function.__globals__.get("__name__", "").startswith(_TRANSFORMERS):
         cell = next((cells[name] for name in _HELD_AS if name in cells), None)
         if cell is not None and hasattr(cell.cell_contents, "experts_forward"):
-            holder = vars(cell.cell_contents)  # an EPImplementation
-            return _Held(holder["experts_forward"], functools.partial(holder.__setitem__, "experts_forward"))
+            return _Held.item(vars(cell.cell_contents), "experts_forward")  # an EPImplementation
         return None if cell is None else _Held(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
     inner = function.__dict__.get("__wrapped__")
     cell = next((cell for cell in cells.values() if inner is not None and cell.cell_contents is inner), None)
@@ -174,10 +177,6 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
 
 def _put_into_decorator(decorator: FunctionType, cell: CellType, function: Callable) -> None:
     decorator.__wrapped__ = cell.cell_contents = function
-
-
-def _put_into_partial(partial: functools.partial, function: Callable) -> None:
-    partial.__setstate__((function, partial.args, partial.keywords, vars(partial)))
 
 
 def _name(function: Any) -> str:

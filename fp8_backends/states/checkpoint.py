@@ -227,10 +227,8 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
             rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32), p.dtype)
     # buffers on the CPU: a GPU with some of the weights has no room for the states of all
     buffers = {}
-    for name in optimizer.roles_of(group) if moments else ():
-        dtype, block_size = optimizer.moment_format(p, name)
-        buffers[name] = quantize(torch.zeros(p.shape, dtype=torch.float32), dtype, torch.float32, block_size)
     if moments:
+        buffers = {name: optimizer.new_moment(p, name, "cpu") for name in optimizer.roles_of(group)}
         exact = optimizer.fp8_declared.exact_states(p.shape)
         buffers |= {name: torch.zeros(shape, dtype=torch.float32) for name, shape in exact.items()}
     gathered = {name: state.get(name, buffer) for name, buffer in buffers.items()}

@@ -77,12 +77,14 @@ class LocalView(NamedTuple):
     copy: ScaledTensor | None
     """The E4M3 weight of a master."""
     gradient: torch.Tensor
-    is_shard: bool
-    """The parameter is a DTensor."""
     first: int
     """Index of the first element in the whole parameter."""
     finite: torch.Tensor | None = None
     """For a shard, whether its gradient is finite on all ranks; bool, 0-dim."""
+
+    @property
+    def is_shard(self) -> bool:
+        return is_distributed(self.parameter)
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
@@ -91,7 +93,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
     Raises:
         FP8BackendError: another rank has the master of a weight.
     """
-    weight, copy, is_shard = local_part(p), None, is_distributed(p)
+    weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
     if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # a view of another gradient was assigned
         gradient = gradient.values(torch.float32)
@@ -100,8 +102,8 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
             weight.exact()  # in a copied model, without its owners: raise
         if weight.master is not None:
             weight, copy = weight.master, weight
-    first = sharding.first_element(p) if is_shard else 0
-    return LocalView(p, group, index, weight, copy, gradient, is_shard, first)
+    first = sharding.first_element(p) if is_distributed(p) else 0
+    return LocalView(p, group, index, weight, copy, gradient, first)
 
 
 class ScaledStates:
@@ -202,19 +204,22 @@ class ScaledStates:
             state["step"] = self.new_counter(group, p)
         for name in self.roles_of(group):
             if name not in state:
-                dtype, block_size = self.moment_format(p, name)
-                scaled = dtype in FORMAT_OF
-                local = local_part(p)
-                zeros = torch.zeros(local.shape, dtype=torch.float32 if scaled else dtype, device=local.device)
-                if scaled:
-                    zeros = quantize(zeros, dtype, block_size=block_size)
-                    zeros.partial, zeros.is_state = is_distributed(p), True
-                state[name] = with_local(p, zeros)
+                state[name] = with_local(p, self.new_moment(p, name, local_part(p).device))
         for name, shape in self.fp8_declared.exact_states(p.shape).items():
             if name not in state:
                 state[name] = torch.zeros(shape, dtype=torch.float32, device=local_part(p).device)
         self.show_master(p)
         return state
+
+    def new_moment(self, p: torch.Tensor, name: str, device: torch.device | str) -> torch.Tensor:
+        """Return zeros for the local part of a declared state of `p`."""
+        dtype, block_size = self.moment_format(p, name)
+        scaled = dtype in FORMAT_OF
+        zeros = torch.zeros(local_part(p).shape, dtype=torch.float32 if scaled else dtype, device=device)
+        if scaled:
+            zeros = quantize(zeros, dtype, block_size=block_size)
+            zeros.partial, zeros.is_state = is_distributed(p), True
+        return zeros
 
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
         """Return a step counter of 0 on PyTorch's device for it."""
