@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import plain_name
-from ..states.checks import check_states
+from ..states.checkpoint import check_states
 from ..states.scaled_states import ScaledStates
 from ..training import manifest, preparation, scaling_state
 from ..training.manifest import METADATA

@@ -17,8 +17,8 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import swap
-from ..numerics.scaled_tensor import ScaledTensor
-from ..numerics.sharded_tensor import dequantize_shards, is_distributed
+from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards
+from ..numerics.sharded_tensor import is_distributed
 from ..words import counted
 
 

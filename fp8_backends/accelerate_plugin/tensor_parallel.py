@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_part, with_local
+from ..numerics.scaled_tensor import dequantize_shards
+from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..states.sharding import shard_of
 
 

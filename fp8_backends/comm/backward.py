@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..numerics.engine import call_when_backward_ends, inside_backward
-from ..numerics.meshes import agreed_over
 from ..numerics.modules import TemporaryHook
 from ..numerics.scaling import ROLLS, SCALE
-from ..numerics.sharded_tensor import is_distributed
+from ..numerics.sharded_tensor import agreed_over, is_distributed
 
 States = Callable[[], list[torch.Tensor]]
 """Returns the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""

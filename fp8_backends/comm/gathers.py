@@ -26,9 +26,9 @@ from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
 from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
-from ..numerics.meshes import agreed_over
 from ..numerics.modules import TemporaryHook
 from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale
+from ..numerics.sharded_tensor import agreed_over
 from ..words import counted
 from .fsdp2 import fsdp_modules
 

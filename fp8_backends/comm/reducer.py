@@ -32,8 +32,8 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
 from ..numerics.kernels.triton_gate import on_device
-from ..numerics.meshes import agreed_over
 from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
+from ..numerics.sharded_tensor import agreed_over
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 

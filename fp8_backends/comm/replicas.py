@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..numerics.meshes import agreed_over
 from ..numerics.modules import plain_name
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
-from ..numerics.sharded_tensor import is_distributed, local_part
+from ..numerics.sharded_tensor import agreed_over, is_distributed, local_part
 from .backward import BackwardPass, mesh_groups
 from .ddp import DDPBackward
 from .fsdp2 import fsdp_modules

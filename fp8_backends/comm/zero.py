@@ -31,8 +31,8 @@ def assign(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class SharedOut:
-    """Weights whose rest (`ScaledTensor.rest`) and optimizer states lie on one rank each. `states.sharding.Owners`
-    describes its methods. All ranks make it, with the same weights in the same order. It drops the rest of other ranks'
+    """Weights whose rest (`ScaledTensor.rest`) and optimizer states lie on one rank each: `fp8_owners` of an
+    optimizer. All ranks make it, with the same weights in the same order. It drops the rest of other ranks'
     weights at once.
 
     Args:

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from ..numerics.formats import COMPUTE_DTYPES
-from ..numerics.forwards import forward_obstacle
 from ..numerics.gathered_codes import GatheredCodes, WithoutTokens
-from ..numerics.modules import CONTAINER
+from ..numerics.modules import CONTAINER, forward_obstacle
 from ..numerics.scaling import Blocks, Quantized
 from ..numerics.sharded_tensor import full_shape, is_distributed
 

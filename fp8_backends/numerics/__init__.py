@@ -1,3 +1,3 @@
-"""Numbers: formats, scaling, scaled and sharded tensors, what a Parameter stores, and the kernels that work on them."""
+"""Numbers: formats, scaling, scaled and sharded tensors, and the kernels for them."""
 
-from . import scaled_operations as scaled_operations  # what PyTorch's operations do with scaled tensors
+from . import scaled_operations as scaled_operations  # registers PyTorch's operations on scaled tensors

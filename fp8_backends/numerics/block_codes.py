@@ -1,11 +1,10 @@
-"""`BlockCodes`: a frozen matrix as an FP8 checkpoint has it, E4M3 codes with a scale for each block of 128 x 128, in
-one `torch.Tensor`.
+"""`BlockCodes`: a frozen matrix of an FP8 checkpoint, E4M3 codes with a scale for each 128 x 128 block, as one
+`torch.Tensor`.
 
     value = code * scale_inv        codes: [out, in]; scale_inv: FP32 [ceil(out / 128), ceil(in / 128)], any numbers
 
-It holds codes that somebody else has made, and gives them back to the bit. Products read them as they lie. Everything
-else gets the plain values. Nothing writes to it but a copy of the whole: an operation in place is refused, through any
-view of it (`FrozenView`), too.
+It keeps the checkpoint's codes to the bit. Products read the codes; every other operation reads plain values. Copying a
+whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
 """
 
 from __future__ import annotations
@@ -31,27 +30,16 @@ REFUSAL = (
 
 
 class Frozen(WithoutMemory):
-    """A tensor that is read as its plain values, `exact()`, and refuses to be written to."""
+    """A read-only tensor: operations read its plain values, `exact()`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def values(self) -> torch.Tensor:
         return self.exact()
 
-    def share_memory_(self) -> Frozen:
-        """Move what is held to memory that other processes can see."""
-        for part in self.parts:
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether other processes can see what is held."""
-        return all(part.is_shared() for part in self.parts)
-
     @property
     def data(self) -> torch.Tensor:
-        """A view that autograd knows nothing of. Nothing can be assigned but the tensor's own: `torch.Tensor.data`
-        would change nothing."""
+        """A view outside of autograd. Assigning other values raises, since `torch.Tensor.data` would change nothing."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
@@ -68,7 +56,7 @@ class Frozen(WithoutMemory):
 
 
 class BlockCodes(Frozen):
-    """To PyTorch it has the dtype of the values it stands for."""
+    """A frozen matrix stored as codes and scales. PyTorch sees the dtype of its values."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype):
@@ -80,13 +68,13 @@ class BlockCodes(Frozen):
         self._data, self._scale_inv, self.state_dict_copies = data, scale_inv, StateDictCopies()
 
     def exact(self) -> torch.Tensor:
-        """The plain values, in the tensor's dtype."""
+        """Return the plain values, in the tensor's dtype."""
         self.state_dict_copies.check()
         return SQUARES.dequantize(Quantized(*self.parts), torch.float32).to(self.dtype)
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it stores: codes and scales."""
+        """Codes and scales."""
         return self._data, self._scale_inv
 
     def __tensor_flatten__(self):
@@ -111,8 +99,7 @@ def _rebuild(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ot
 
 
 class FrozenView(Frozen):
-    """Plain values of which a `BlockCodes` is asked for a view. They are a copy: what would write to them is refused,
-    since the codes would not change."""
+    """A view of a `BlockCodes`: a copy of plain values. Writes raise, since the codes would not change."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor):
@@ -129,12 +116,10 @@ class FrozenView(Frozen):
         self._values = values
 
     def exact(self) -> torch.Tensor:
-        """The plain values, in the tensor's dtype."""
         return self._values
 
     @property
     def parts(self) -> tuple[torch.Tensor]:
-        """What it holds: the values."""
         return (self._values,)
 
     def __tensor_flatten__(self):
@@ -170,29 +155,20 @@ def _same(func, tensor, *args, **kwargs):
     return BlockCodes(*tensor.parts, tensor.dtype)
 
 
-def _clone(func, tensor, **kwargs):
-    return BlockCodes(*(each.clone() for each in tensor.parts), tensor.dtype)
-
-
-def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+def _part_by_part(func, tensor, *, dtype=None, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    moved = (each.to(device, non_blocking=non_blocking, copy=True) for each in tensor.parts)
-    return BlockCodes(*moved, dtype or tensor.dtype)
-
-
-def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
-    empty = (torch.empty_like(each, device=device) for each in tensor.parts)
-    return BlockCodes(*empty, dtype or tensor.dtype)
+    options = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+    return BlockCodes(*(func(part, **options) for part in tensor.parts), dtype or tensor.dtype)
 
 
 def _copy_(func, target, source, non_blocking=False):
-    """Codes as they are; values by the scales that are there, so that what was saved of these codes is these codes. A
-    block with larger values gets a scale of its own."""
+    """Copy codes; encode plain values with the present scales, so that saved values of these codes give the same codes
+    again. A block with larger values gets a new scale."""
     if not isinstance(source, BlockCodes):
         values = source.to(target.device, torch.float32).expand(target.shape)
         amax, scale_inv = SQUARES.amax(values), target._scale_inv
-        # half of the last step above 448 still rounds to it
+        # values up to half a step above 448 round to it
         fits = amax <= scale_inv * (E4M3.max + 16)
         scale_inv = torch.where(fits, scale_inv, SQUARES.inverse(SQUARES.scale(amax, E4M3), amax))
         factor = torch.where(scale_inv > 0, scale_inv.reciprocal(), torch.zeros_like(scale_inv))
@@ -207,9 +183,9 @@ _ON_CODES = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _empty_like,
+    aten.clone.default: _part_by_part,
+    aten._to_copy.default: _part_by_part,
+    aten.empty_like.default: _part_by_part,
     aten.copy_.default: _copy_,
 }
 

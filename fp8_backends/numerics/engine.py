@@ -20,8 +20,8 @@ def inside_backward() -> bool:
 
 
 def call_when_backward_ends(function: Callable[[], None]) -> None:
-    """Let the engine call a function at the end of the running backward pass: after earlier callbacks, on every rank,
-    and not if the pass raises. Callbacks may add others.
+    """Queue a callback for the end of the running backward pass: after earlier callbacks, on every rank, and not if the
+    pass raises. Callbacks may add others.
 
     Raises:
         FP8BackendError: this version of torch has no such callbacks.

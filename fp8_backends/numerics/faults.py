@@ -1,4 +1,4 @@
-"""Refuse numbers of a checkpoint from which training could not go on."""
+"""Reject numbers in a checkpoint that would break training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .formats import FP32
 
 
 class Range(NamedTuple):
-    """The values that a stored number may have. NaN is in no range."""
+    """Allowed values of a stored number. No range includes NaN."""
 
     words: str
     least: float = -FP32.max
@@ -27,17 +27,17 @@ NOT_NEGATIVE = Range("finite and not negative", least=0.0)
 NOT_NEGATIVE_IN_FP64 = FINITE_IN_FP64._replace(words=NOT_NEGATIVE.words, least=0.0)
 POSITIVE = Range("finite and positive", least=2.0**-149)
 AMAX = Range("not negative", least=0.0, most=math.inf)
-"""An overflow leaves an amax of inf, from which no rule makes a scale."""
+"""An overflow leaves an amax of inf; every rule skips it."""
 COUNT = Range("whole and not negative", least=0.0, whole=True)
 
 
 def check_values(values: torch.Tensor | Real, allowed: Range, name: str, advice: str) -> None:
-    """Raise `FP8BackendError` if some of these values are out of their range. Read a tensor once.
+    """Raise `FP8BackendError` for values out of range. Reads a tensor once.
 
     Args:
         values: a number, or a plain tensor of integers or of floating-point numbers of two bytes or more.
-        name: what the error calls the values.
-        advice: what to do about them.
+        name: name of the values in the error.
+        advice: the way out, at the error's end.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The floating-point formats that this package stores values in, and the cast into those that have a scale.
+"""Floating-point formats, and the cast into scaled ones.
 
 E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa bit for range and
 carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of weights, activations and results around FP8."""
+"""Dtypes of weights, activations and results around FP8 products."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One floating-point format. The kernels in Python and Triton take its numbers from the constants below."""
+    """One floating-point format. Python and Triton kernels read its numbers from the constants below."""
 
     name: str
     dtype: torch.dtype
     mantissa_bits: int
-    """The mantissa bits that are stored."""
+    """Stored mantissa bits."""
     min_exponent: int
     """Exponent of the smallest normal number."""
 
     @property
     def max(self) -> float:
         """Largest finite magnitude."""
-        # asked of PyTorch: `torch.compile(dynamic=True)` takes a float that lies in an object for a variable
+        # from PyTorch: `torch.compile(dynamic=True)` would make a variable of a float attribute
         if self.dtype.is_floating_point:
             return torch.finfo(self.dtype).max
         return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (self.min_exponent + 14)  # the last of 16 exponents
@@ -41,12 +41,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to an exponent before it is stored."""
+        """Offset of stored exponents."""
         return 1 - self.min_exponent
 
     @property
     def dropped_bits(self) -> int:
-        """The mantissa bits that FP32 has and this format has not."""
+        """Mantissa bits of FP32 beyond this format's."""
         return 23 - self.mantissa_bits
 
     @property
@@ -61,7 +61,7 @@ class Format:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number, which is subnormal."""
+        """Smallest positive number, subnormal."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
@@ -72,16 +72,16 @@ FP16 = Format("fp16", torch.float16, 10, -14)
 BF16 = Format("bf16", torch.bfloat16, 7, -126)
 FP32 = Format("fp32", torch.float32, 23, -126)
 E4M11 = Format("e4m11", torch.float8_e4m3fn, 11, -6)
-"""E4M3 with eight more mantissa bits, and no larger numbers. It is stored as the nearest E4M3 code and a residual,
-int8: together they are the 15 bits of the magnitude, `(code << 8) + residual`."""
+"""E4M3 with eight more mantissa bits and the same maximum, stored as the nearest E4M3 code and an int8 residual. Its
+15 magnitude bits are `(code << 8) + residual`."""
 ROOT8 = Format("root8", torch.uint8, 4, -6)
-"""Four exponent and four mantissa bits without a sign, all of them numbers. It stores the root of a second moment: the
-root has half the exponents, so that eight bits suffice for nearly the range of a scaled FP16."""
+"""Four exponent and four mantissa bits without a sign; every code is a number. Stores roots of second moments: a root
+has half the exponents, so eight bits cover nearly the range of a scaled FP16."""
 
 FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 """dtype of stored data -> format; E4M3 data with a residual are E4M11."""
 FORMAT_OF = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, ROOT8)}
-"""The formats that are stored with a scale."""
+"""Formats with a scale."""
 
 RECIPE_FORMATS = {"HYBRID": (E4M3, E5M2), "E4M3": (E4M3, E4M3)}
 """`fp8_format` of a recipe -> (format of input and weight, format of the output's gradient)."""

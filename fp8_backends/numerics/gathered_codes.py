@@ -1,7 +1,7 @@
-"""`GatheredCodes`: a weight that FSDP2 has gathered as the FP8 codes that products read, in one `torch.Tensor`.
+"""`GatheredCodes`: a weight gathered by FSDP2 as the FP8 codes of the products, in one `torch.Tensor`.
 
-It stands for the weight until FSDP2 frees what was gathered, and holds nothing else: the values in high precision are
-on the ranks that have its rows. What asks for them gets an error, and no values that were rounded.
+It replaces the weight until FSDP2 frees the gathered memory. The high-precision values stay on the ranks with its rows,
+so every other read raises.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ AMAX = "weight_amax"
 
 
 def _part(name: str) -> property:
-    """A property that is the same for all aliases."""
     return property(lambda weight: weight.parts[name])
 
 
 class GatheredCodes(torch.Tensor):
-    """To PyTorch it has the shape and strides of the weight, and the dtype that its gradient has.
+    """A tensor with the weight's shape and strides and the dtype of its gradient.
 
     Attributes:
-        parts: what it holds now, by name. All aliases have the same dictionary: FSDP2 gathers again into the Parameter
-            that a graph has saved. `fprop_codes` and `dgrad_codes` are FP8 of the weight's shape, the same tensor where
-            one cast serves both products; `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, but as the weight
-            lies, and of experts [experts, rows of blocks, blocks in a row]; `weight_amax` is max |x|, FP32,
-            0-dimensional, or [experts], for the delayed rule.
+        parts: the gathered tensors by name. All aliases share this dictionary, because FSDP2 gathers again into the
+            Parameter saved by a graph. `fprop_codes` and `dgrad_codes` are FP8 of the weight's shape, one tensor if one
+            cast serves both products; `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, in the weight's
+            layout, for experts [experts, rows of blocks, blocks in a row]; `weight_amax` is max |x|, FP32,
+            0-dimensional or [experts], for the delayed rule.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -51,7 +50,7 @@ class GatheredCodes(torch.Tensor):
         self.parts = parts
 
     def read_by(self, product: str) -> Quantized:
-        """The codes that FPROP or DGRAD reads, as the weight lies.
+        """Return the codes of FPROP or DGRAD, in the weight's layout.
 
         Raises:
             FP8BackendError: they are not gathered now.
@@ -59,13 +58,13 @@ class GatheredCodes(torch.Tensor):
         codes = self.parts.get(f"{product}_codes")
         if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
             raise self.error(
-                f"those that {product} reads are not here now: forward gathers fprop's, backward gathers dgrad's, and "
-                f"code that was compiled for one of them finds the other"
+                f"the ones for {product} are not here now: forward gathers fprop's, backward gathers dgrad's, and code "
+                f"compiled for one of them finds the other"
             )
         return Quantized(codes, self.parts[f"{product}_scale_inv"])
 
     def error(self, what: str) -> FP8BackendError:
-        """The error of something that needs more than these codes."""
+        """Return the error for an operation that needs more than these codes."""
         return FP8BackendError(
             f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. Use "
             "enable_fsdp_float8_all_gather=False"
@@ -85,7 +84,7 @@ class GatheredCodes(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in _ALIASES or (func == aten.as_strided.default and _is_whole(*args)):
             return GatheredCodes(args[0].parts, args[0].dtype)
-        weight = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredCodes))
+        weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GatheredCodes))
         raise weight.error(f"{func} asks for its values")
 
 
@@ -93,17 +92,17 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
-    """Whether this is the geometry of the weight itself, for which FSDP2 asks."""
+    """Return True for the weight's own geometry, which FSDP2 asks for."""
     return (*size,) == weight.shape and (*stride,) == weight.stride() and not storage_offset
 
 
 class WithoutTokens(torch.autograd.Function):
-    """The output [..., features] of an input that has no elements: nobody asks for values of weights, whose gradients
-    are zeros."""
+    """Return the output [..., features] of an input without elements: reads no weights, and gives them zero
+    gradients."""
 
     @staticmethod
     def forward(ctx, x, features, dtype, *weights):
-        ctx.like = [None if each is None else (each.shape, each.dtype) for each in (x, None, None, *weights)]
+        ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, None, None, *weights)]
         return x.new_empty(*x.shape[:-1], features, dtype=dtype)
 
     @staticmethod

@@ -1,11 +1,18 @@
-"""What every part of this package knows of a module: its plain name, the mark of a converted layer, and hooks that a
-copy of a model does not take along."""
+"""Modules: plain names, marks of converted layers, hooks that copies of a model drop, and replaced forwards.
+
+Accelerate's hooks, transformers' tensor and expert parallelism, `functools.partial` and decorators put a function into
+`module.__dict__["forward"]` that holds the previous forward, bound to the module, possibly several levels deep. When
+the module's class changes, the innermost one is still the former class's and has to follow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,53 +21,53 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import FP8BackendError
 
 CONVERSION = "_fp8_conversion"
-"""Attribute of a converted layer: how it was converted (`Conversion`)."""
+"""Attribute of a converted layer: its `Conversion`."""
 
 HEAD_CONVERSION = "_fp8_head_conversion"
-"""The same of an output head that stays in high precision and defers its logits."""
+"""The `Conversion` of an output head in high precision with deferred logits."""
 
 CONTAINER = "fp8_weights"
-"""Name of the child of an experts module that holds what runs its weights in FP8 (`compute.expert_functions`)."""
+"""Name of the child of an experts module that runs its weights in FP8 (`compute.expert_functions`)."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
 
 
 @dataclass
 class Conversion:
-    """How to restore a converted layer, and the recipe that it was converted with."""
+    """Data to restore a converted layer, and its recipe."""
 
     original: type[nn.Module]
     converted: type[nn.Module]
     attributes: tuple[str, ...]
     recipe: Any
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
-    """What others did to the layer since, to be undone first when it is restored."""
+    """Later changes to the layer, undone first when it is restored."""
 
 
 def is_traced() -> bool:
-    """Whether a hook is read by a compiler or an exporter, and not run. While one thread compiles,
-    `torch.compiler.is_compiling` says so in all of them."""
+    """Return True if a compiler or an exporter reads a hook, instead of running it. `torch.compiler.is_compiling` is
+    True in all threads while one of them compiles."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def plain_name(name: str) -> str:
-    """A dotted name without the segments that wrappers (compile, FSDP, checkpointing) put into it."""
+    """Remove the segments of wrappers (compile, FSDP, checkpointing) from a dotted name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
-    """The module whose Parameter the weight of a converted layer is, and the Parameter's name in it: the layer itself,
-    but for what stands for a weight of an experts module."""
+    """Return the module with a converted layer's weight, and the Parameter's name there: the layer itself, except for
+    the stand-in of an experts module's weight."""
     return getattr(layer, "fp8_owner", (layer, "weight"))
 
 
 def weight_name(name: str, layer: nn.Module) -> str:
-    """The Parameter's name, from that of its converted layer. The weights of experts bear the Parameter's already."""
+    """Return the Parameter's name for a converted layer's name. Weights of experts bear the Parameter's already."""
     return name if owner_of(layer)[0] is not layer else f"{name}.weight".lstrip(".")
 
 
 def check_is_module(model: object, hint: str = "") -> None:
-    """Raise `FP8BackendError` for what is no module, such as the pair that `prepare` returns. `hint` ends the text."""
+    """Raise `FP8BackendError` for other objects, such as the pair that `prepare` returns. `hint` ends the text."""
     if not isinstance(model, nn.Module):
         pair = ": prepare returns (model, optimizer)" if isinstance(model, tuple) else ""
         raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}{hint}")
@@ -68,14 +75,14 @@ def check_is_module(model: object, hint: str = "") -> None:
 
 def renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
     """Register a hook under another number, in these dictionaries of its module. A compiler guards on hooks and their
-    numbers: with one hook under one number in all of them, like modules go on sharing its code."""
-    for each in hooks:
-        each[number] = each.pop(handle.id)
+    numbers: equal numbers let similar modules share its code."""
+    for registered in hooks:
+        registered[number] = registered.pop(handle.id)
     handle.id = number
 
 
 class TemporaryHook:
-    """A hook of one model: in a copied or unpickled model it becomes one that does nothing."""
+    """A hook of one model. In a copied or unpickled model it does nothing."""
 
     def __reduce__(self):
         return _inert_hook, ()
@@ -87,3 +94,98 @@ def _inert_hook():
 
 def _do_nothing(*_) -> None:
     pass
+
+
+# Replaced forwards
+
+_TRANSFORMERS = "transformers.distributed."
+"""Functions of these modules hold the wrapped forward under one of these names."""
+_HELD_AS = ("original_forward", "implementation")
+
+
+class _Held(NamedTuple):
+    """A function, and a setter that replaces it in its holder."""
+
+    function: Any
+    put: Callable[[Any], None]
+
+    @classmethod
+    def item(cls, holder: dict[str, Any], name: str) -> _Held:
+        return cls(holder[name], functools.partial(holder.__setitem__, name))
+
+
+def forward_obstacle(module: nn.Module) -> str | None:
+    """Return None if calling the module runs its class's forward, directly or inside known wrappers; else a reason that
+    names the other function."""
+    held = _innermost(module)
+    if held is None or _is_own(held.function, module):
+        return None
+    return f"its forward was replaced on the instance by {_name(held.function)}"
+
+
+@contextlib.contextmanager
+def follows_class(module: nn.Module) -> Iterator[None]:
+    """Update the forward inside known wrappers after the module's class has changed in this context."""
+    held = _innermost(module)
+    follows = held is not None and _is_own(held.function, module)
+    yield
+    if follows and held.function is module.__dict__["forward"]:
+        del module.forward
+    elif follows:
+        held.put(MethodType(type(module).forward, module))
+
+
+def _innermost(module: nn.Module) -> _Held | None:
+    """Return the instance's forward without the known wrappers; None if there is none on the instance."""
+    if "forward" not in module.__dict__:
+        return None
+    held = _Held.item(module.__dict__, "forward")
+    while not _is_own(held.function, module):
+        inner = _wrapped(held.function, module)
+        if inner is None:
+            break
+        held = inner
+    return held
+
+
+def _is_own(function: Any, module: nn.Module) -> bool:
+    """Return True for the forward of the module's class or a base class, bound to the module."""
+    if not isinstance(function, MethodType) or function.__self__ is not module:
+        return False
+    return any(function.__func__ is vars(cls).get("forward") for cls in type(module).__mro__)
+
+
+def _wrapped(function: Any, module: nn.Module) -> _Held | None:
+    """Return the function inside a known wrapper; None for any other function."""
+    if isinstance(function, functools.partial):
+        if _name(function) == "accelerate.hooks.add_hook_to_module.<locals>.new_forward":
+            return _Held.item(module.__dict__, "_old_forward")
+        state = (function.args, function.keywords, vars(function))
+        return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
+    if not isinstance(function, FunctionType):
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if function.__globals__.get("__name__", "").startswith(_TRANSFORMERS):
+        cell = next((cells[name] for name in _HELD_AS if name in cells), None)
+        if cell is not None and hasattr(cell.cell_contents, "experts_forward"):
+            return _Held.item(vars(cell.cell_contents), "experts_forward")  # an EPImplementation
+        return None if cell is None else _Held(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+    inner = function.__dict__.get("__wrapped__")
+    cell = next((cell for cell in cells.values() if inner is not None and cell.cell_contents is inner), None)
+    return None if cell is None else _Held(inner, functools.partial(_put_into_decorator, function, cell))
+
+
+def _put_into_decorator(decorator: FunctionType, cell: CellType, function: Callable) -> None:
+    decorator.__wrapped__ = cell.cell_contents = function
+
+
+def _name(function: Any) -> str:
+    """Return module and qualified name of the code that runs: a wrapper's own, not its `__wrapped__` function's."""
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        cls = type(function)
+        return f"{cls.__module__}.{cls.__qualname__}"
+    qualified = getattr(code, "co_qualname", function.__qualname__)  # Python 3.10 has none
+    return f"{function.__globals__.get('__name__', '?')}.{qualified}"

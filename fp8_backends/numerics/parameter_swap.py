@@ -1,7 +1,6 @@
-"""Swaps what a Parameter stores and keeps the Parameter object: optimizers, ties and references never notice.
+"""Replace the tensor inside a Parameter object: optimizers, ties and references stay valid.
 
-`torch.utils.swap_tensors` is PyTorch's way to do that. It swaps everything else as well, the user's own attributes
-and hooks among them, and drops the gradient, so these are carried over here.
+`torch.utils.swap_tensors` also swaps the user's attributes and hooks, and drops the gradient; they are kept here.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from ..errors import FP8BackendError
 from .scaled_tensor import STORED, ScaledTensor
 
 _STORAGE = {*STORED, "_is_param"}
-"""Attributes of a Parameter that belong to what it stores, the last of them `nn.Parameter`'s own."""
+"""Attributes of a Parameter's tensor; the last is `nn.Parameter`'s own."""
 
 
 def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
-    """Let `parameter` hold `tensor`, plain or scaled. Its gradient stays, as it is.
+    """Replace the tensor of `parameter` by `tensor`, plain or scaled. Its gradient stays unchanged.
 
     Raises:
-        FP8BackendError: somebody else holds on to the parameter's tensor; nothing has changed then.
+        FP8BackendError: something else holds the parameter's tensor. Nothing has changed then.
     """
     refuse_if_held(parameter, name)
     gradient, belongings = parameter.grad, _belongings(parameter)
@@ -41,7 +40,7 @@ def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
 
 
 def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
-    """Raise `FP8BackendError` where a weak reference, or what autograd saved, would keep `swap` from working."""
+    """Raise `FP8BackendError` if a weak reference or an autograd graph would prevent `swap`."""
     if weakref.getweakrefs(parameter):
         raise FP8BackendError(_held(name, "a weak reference to it exists"))
     if parameter._use_count() > 2:  # itself, and the node that accumulates its gradient
@@ -68,8 +67,7 @@ def belongings_kept(module: nn.Module) -> Iterator[None]:
 
 
 class KeepsBelongings:
-    """`_apply` of a module whose class is not this package's, with `belongings_kept` around it. An object and not a
-    closure, so that modules pickle."""
+    """`_apply` of a foreign module class with `belongings_kept` around it. Picklable, unlike a closure."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -80,14 +78,14 @@ class KeepsBelongings:
 
 
 def _belongings(parameter: torch.Tensor) -> tuple[dict[str, Any], Any, Any]:
-    """What belongs to the Parameter object and not to the values: attributes and hooks."""
+    """Return the attributes and hooks of the Parameter object."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in _STORAGE}
     return attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def _give_back(parameter: torch.Tensor, attributes: dict[str, Any], hooks: Any, gradient_hooks: Any) -> None:
     parameter.__dict__.update(attributes)
-    # the very dictionaries, so that handles which users hold can still remove their hooks
+    # the same dictionaries, so that users' handles can still remove their hooks
     if hooks is not None:
         parameter._backward_hooks = hooks
     if gradient_hooks is not None:

@@ -1,14 +1,14 @@
-"""What PyTorch's operations do with a `ScaledTensor`.
+"""PyTorch operations on a `ScaledTensor`.
 
-- A function reads its exact values. Where one of several ranks owns these, products and lookups read the FP8 values,
-  and any other function raises.
-- A view operation gives a view of what it stores.
-- An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
-  whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as
-  in an average of weights; what is stored are those values, rounded. A gradient takes them as its data.
-- `copy_`, and what else replaces all values, stores them rounded at once.
+- Functions read its exact values. If one of several ranks owns these, products and lookups read the FP8 values, and any
+  other function raises.
+- View operations return views of the storage.
+- Operations in place change the storage, through any view of it. The operation runs on FP32 values of the whole. A
+  weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, such as in
+  an average of weights, and stores them rounded. A gradient takes them as its data.
+- `copy_` and other writes of all values store them rounded at once.
 
-What is registered below works on data and scale alone, or is no operation on values.
+The implementations registered below work on data and scale directly, or do not compute values.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _implements(*operations):
 def _any_other(func, args, kwargs):
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
-    if torch.is_inference_mode_enabled():  # what autograd takes apart elsewhere comes whole: `to`, `reshape`, `linear`
+    if torch.is_inference_mode_enabled():  # composite operations arrive whole: `to`, `reshape`, `linear`
         parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -68,7 +68,7 @@ PRODUCTS = {
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
     *(aten._grouped_mm.default, aten.embedding.default),
 }
-"""Operations of layers. Where ranks share the exact values of a weight, all ranks read its FP8 values here."""
+"""Operations of layers. If one rank owns the exact values of a weight, all ranks read its FP8 values here."""
 
 
 def _values(value: Any) -> Any:
@@ -80,19 +80,19 @@ def _read_by_products(value: Any) -> Any:
 
 
 def returns_view(func) -> bool:
-    """Whether an operation that writes nothing returns a view of its first argument."""
+    """Return True if an operation without writes returns a view of its first argument."""
     return bool(func._schema.arguments) and func._schema.arguments[0].alias_info is not None
 
 
 def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors of that class that an operation writes to."""
-    if func.namespace == "c10d" and func.name() != "c10d::send":  # their schemas do not say it
-        yield from (each for each in tree_iter(args[0]) if isinstance(each, kind))
+    """Yield the tensors of this class that an operation writes to."""
+    if func.namespace == "c10d" and func.name() != "c10d::send":  # missing in their schemas
+        yield from (leaf for leaf in tree_iter(args[0]) if isinstance(leaf, kind))
         return
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_iter(value) if isinstance(each, kind))
+            yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, kind))
 
 
 # Views
@@ -102,12 +102,11 @@ UNSAFE_VIEWS = (
     *(aten._unsafe_view.default, aten.unsafe_chunk.default),
     *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
 )
-"""Operations that return views, of which autograd knows nothing."""
+"""Operations with views as results, unknown to autograd."""
 
 
 @_implements(*UNSAFE_VIEWS)
 def _view(func, tensor, *args, **kwargs):
-    """A view of the data is a view of what is stored."""
     return tree_map(tensor.view_of, func(tensor._data, *args, **kwargs))
 
 
@@ -116,8 +115,8 @@ def _other_bytes(func, tensor, dtype=None):
     if dtype == tensor.dtype:
         return tensor.view_of(tensor._data)
     raise FP8BackendError(
-        f"{func} sees the bytes of a tensor in another way, and those of a ScaledTensor are {tensor._data.dtype}: take "
-        f"a plain copy of its values first, with dequantize()"
+        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor._data.dtype}: take a plain copy of its "
+        f"values first, with dequantize()"
     )
 
 
@@ -141,7 +140,7 @@ def _parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dt
 
 
 def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None) -> ScaledTensor:
-    """A new ScaledTensor, of each part of this one as `move` returns it."""
+    """Return a new ScaledTensor after applying `move` to each stored part."""
     tensor.state_dict_copies.check()
     result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
     if tensor.master is not None:
@@ -174,7 +173,7 @@ def _is_pinned(func, tensor, *args, **kwargs):
 
 @_implements(aten.empty_like.default)
 def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
-    """Memory for a tensor stored likewise: `module.to_empty` must not change what a weight is stored as."""
+    """Allocate the same form: `module.to_empty` must not change the storage of a weight."""
     result = _moved(tensor, lambda part: torch.empty_like(part, device=device), dtype)
     result.partial, result.stored.edited = False, None
     return result
@@ -182,7 +181,7 @@ def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
-    """Memory for elements of the very same scale: FSDP2 makes its shards so, with zeros or without any element."""
+    """Allocate elements with the same scale object. FSDP2 makes shards this way, with zeros or without elements."""
     filled = func == aten.new_empty.default and torch.Size(size).numel()
     if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
@@ -205,15 +204,15 @@ def _plain_like(func, tensor, *args, **kwargs):
 
 
 def _in_place(func, args, kwargs, written: list[ScaledTensor]):
-    """Run an operation on the FP32 values of the tensors that it writes to, and let them store the results."""
+    """Run an operation on the FP32 values of the written tensors, and store the results."""
     if torch.Tag.inplace_view in func.tags:
         raise FP8BackendError(
-            f"{func} would change the shape or the memory of a ScaledTensor, which stays as it is: take a plain copy "
-            f"of its values with dequantize(), or make the weight plain with fp8_backends.restore(model)"
+            f"{func} would change the shape or the memory of a ScaledTensor: take a plain copy of its values with "
+            f"dequantize(), or make the weight plain with fp8_backends.restore(model)"
         )
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
-    with torch.inference_mode(False):  # what is stored outlives it
+    with torch.inference_mode(False):  # the storage outlives inference mode
         by_storage = {tensor.stored: tensor for tensor in written}
         wholes = {stored: _editable(tensor, func) for stored, tensor in by_storage.items()}
     dtypes = {tensor.dtype for tensor in written} - {FP32}
@@ -234,8 +233,8 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     for values, tensor in work:
         if values.shape != tensor.shape:  # `out=` resizes
             raise FP8BackendError(
-                f"{func} has a result of shape {tuple(values.shape)}, and the ScaledTensor that it would be written "
-                f"to has shape {tuple(tensor.shape)}"
+                f"{func} would write a result of shape {tuple(values.shape)} to a ScaledTensor of shape "
+                f"{tuple(tensor.shape)}"
             )
     for stored, whole in wholes.items():
         _keep(stored, whole)
@@ -243,12 +242,12 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
 
 
 def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) -> Any:
-    """The result of an operation, with each ScaledTensor in the place of the plain values that stood for it."""
+    """Replace the plain stand-ins in a result by their ScaledTensors."""
     return tree_map(lambda value: next((tensor for values, tensor in work if values is value), value), result)
 
 
 def _one_by_one(func, args, kwargs) -> None:
-    """Run an operation on lists of tensors for one tensor after the other."""
+    """Run a list operation tensor by tensor."""
     count = len(args[0])
 
     def part(value: Any, i: int) -> Any:
@@ -259,8 +258,11 @@ def _one_by_one(func, args, kwargs) -> None:
 
 
 def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
-    """A copy of the exact values of all that a tensor is a view of, FP32, with the strides of the stored data. Raises
-    what `_require_all` raises."""
+    """Return a copy of the exact values of a tensor's whole storage: FP32, strides of the stored data.
+
+    Raises:
+        FP8BackendError: these values are not all on this rank.
+    """
     _require_all(tensor, func)
     data = tensor.stored.data
     whole = torch.empty_strided(data.shape, data.stride(), dtype=FP32, device=data.device)
@@ -268,34 +270,27 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
 
 
 def _require_all(tensor: ScaledTensor, func) -> None:
-    """Raise `FP8BackendError` where the exact values of all that a tensor is a view of are not here to be changed."""
     stored = tensor.stored
     if stored.shared_out or stored.elsewhere is not None:
         raise FP8BackendError(
-            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, and what makes it exact lies on "
-            f"one of several ranks (levels O3 and O4 share that and optimizer states out): on the others its values "
-            f"are not there with all their precision. Write whole values with copy_(), or prepare with "
-            f"shard_states=False"
+            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, but one rank owns its "
+            f"full-precision values (levels O3 and O4 shard masters, residuals and optimizer states). Write whole "
+            f"values with copy_(), or prepare with shard_states=False"
         )
-    if stored.partial == FRESH:
-        _become_plain(stored)
+    if stored.partial == FRESH:  # no shard was copied in: hold FP32 values
+        stored.data = torch.zeros_like(stored.data, dtype=FP32)
+        stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.data.device), True
+        stored.partial, stored.master, stored.residual = False, None, None
     if stored.partial is True:
         raise FP8BackendError(
-            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, whose scale is that of "
-            f"elements outside of it too, or which FSDP2 has gathered for one forward: take a plain copy of its values "
-            f"with dequantize(), or change the sharded parameter when no forward runs"
+            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but elements outside of it "
+            f"share its scale, or FSDP2 has gathered it for one forward: take a plain copy of its values with "
+            f"dequantize(), or change the sharded parameter when no forward runs"
         )
-
-
-def _become_plain(stored: ScaledStorage) -> None:
-    """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
-    stored.data = torch.zeros_like(stored.data, dtype=FP32)
-    stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.data.device), True
-    stored.partial, stored.master, stored.residual = False, None, None
 
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
-    """Store what an operation in place has made of the values."""
+    """Store the values after an operation in place."""
     if stored.accumulates:
         stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
     else:
@@ -305,7 +300,7 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
 
 @torch.no_grad()
 def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
-    """Store those of these plain values that are not the tensor's own, as an operation in place does.
+    """Store plain values that differ from the tensor's own, like an operation in place.
 
     Args:
         values: of the tensor's shape, dtype and device.
@@ -320,11 +315,18 @@ def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
 
 @_implements(aten.copy_.default)
 def _copy_(func, target, source, non_blocking=False):
-    """Write new values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
+    """Write new values with the scale of their amax; copy bits and scales from a tensor of the same form."""
     if not isinstance(target, ScaledTensor):
         return NotImplemented
     if source.shape != target.shape:
-        source = _expanded(_values(source), target.shape)
+        source = _values(source)
+        try:
+            source = source.expand(target.shape)
+        except RuntimeError as error:
+            raise FP8BackendError(
+                f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of shape "
+                f"{tuple(target.shape)}"
+            ) from error
     stored = target.stored
     stored.partial = target.partial
     same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
@@ -346,17 +348,8 @@ def _copy_(func, target, source, non_blocking=False):
     return target
 
 
-def _expanded(source: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    try:
-        return source.expand(shape)
-    except RuntimeError as error:
-        raise FP8BackendError(
-            f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of shape {tuple(shape)}"
-        ) from error
-
-
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
-    """Write into a part of a tensor, from elements of the very same scale, which stays as it is."""
+    """Copy elements between tensors with the same scale object."""
     target._data.copy_(source._data, non_blocking)
     target.stored.count_write()
     target.stored.partial = SHARD
@@ -368,8 +361,7 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
 
 
 def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Store the values of `source`, of the same shape, in the place of all that were there: first in the master, and of
-    that in the data."""
+    """Store all values of `source`, of the same shape: first in the master, then from there in the data."""
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
     if stored.master is not None:
@@ -393,15 +385,14 @@ def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = F
 
 
 def _in_full(source: torch.Tensor) -> torch.Tensor:
-    """New values without a rest of their own, such as a master: plain ones of a weight that has one, or raises where
-    that lies on another rank."""
+    """Return a weight's exact plain values if it has a master or residual, here or on another rank; else itself."""
     if isinstance(source, ScaledTensor) and (source.rest is not None or source.elsewhere is not None):
         return source.exact(FP32)
     return source
 
 
 def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
-    """Whether the bits of `source` can be taken over as they are."""
+    """Return True if the bits of `source` can be copied."""
     if not isinstance(source, ScaledTensor):
         return False
     alike = (source._data.dtype, source.block_size) == (stored.data.dtype, stored.block_size)
@@ -409,8 +400,7 @@ def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
 
 
 def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-    """New values as the rank that has the master or the residual rounds them before it makes the weight's data, so that
-    all ranks have the same codes."""
+    """Round new values like the owner of the master or residual does first, so that all ranks get the same codes."""
     if storage == torch.int8 and getattr(source, "residual", None) is not None:
         return source
     values = source.exact(FP32) if isinstance(source, ScaledTensor) else source.float()
@@ -419,7 +409,6 @@ def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(func, tensor, *args):
-    """Fill plain values, then store them."""
     return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
 
 
@@ -432,8 +421,7 @@ def _set_(func, tensor, source):
 
 
 @_implements(aten._foreach_zero_.default)
-def _foreach_zero_(func, tensors):
-    """What `zero_grad(set_to_none=False)` of a fused or foreach optimizer calls."""
+def _foreach_zero_(func, tensors):  # zero_grad(set_to_none=False) of a fused or foreach optimizer
     for tensor in tensors:
         tensor.zero_()
 
@@ -446,7 +434,7 @@ def _foreach_copy_(func, tensors, sources, non_blocking=False):
 
 @_implements(aten.add_.Tensor)
 def _accumulate_(func, total, other, *, alpha=1):
-    """Add gradients up. The sum is in FP32 until `finish_accumulation`, so that many microbatches round once."""
+    """Add gradients in FP32 until `finish_accumulation`, so that many microbatches round once."""
     if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
         return NotImplemented
     stored = total.stored
@@ -465,7 +453,7 @@ def _accumulate_(func, total, other, *, alpha=1):
 
 @_implements(aten.detach_.default)
 def _detach_(func, tensor):
-    return tensor  # autograd has done it
+    return tensor  # autograd has detached it
 
 
 @_implements(aten.record_stream.default)
@@ -478,11 +466,11 @@ def _record_stream(func, tensor, stream):
 
 
 def _scales(tensor: Any, other: Any) -> bool:
-    """Whether a product or quotient with `other` is one of the scale alone. With a power of two that is exact. With any
-    positive number or 0-dimensional tensor it is one FP32 rounding: so gradients are clipped, unscaled and averaged."""
+    """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two are exact; for
+    gradients any positive number or 0-dimensional tensor rounds once in FP32 (clipping, unscaling, averaging)."""
     if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
         return False
-    if tensor._data.dtype == ROOT8.dtype:  # the scale is that of the root
+    if tensor._data.dtype == ROOT8.dtype:  # the scale multiplies the root
         return False
     if isinstance(other, torch.Tensor):
         fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
@@ -520,8 +508,8 @@ _DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scal
 
 
 def _factor(other, device: torch.device) -> torch.Tensor:
-    """A scalar as a tensor on the device, FP32: a tensor over a number would be rounded twice, times its reciprocal.
-    A number is filled in there; a copy of it would wait for the device."""
+    """Return a scalar as an FP32 tensor on the device. Dividing by a number would multiply by its rounded reciprocal;
+    copying the number would wait for the device."""
     if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
         return other.to(device=device, dtype=FP32)
     return torch.full((), float(other), dtype=FP32, device=device)
@@ -543,7 +531,9 @@ def _foreach_times_(func, tensors, other):
     scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
         if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            scales.setdefault(tensor.device, []).append(tensor._scale_inv)  # nothing else of a gradient changes
+            scales.setdefault(tensor.device, []).append(
+                tensor._scale_inv
+            )  # the scale is all that changes in a gradient
         else:
             tensor.div_(other) if divides else tensor.mul_(other)
     for device, together in scales.items():
@@ -553,7 +543,7 @@ def _foreach_times_(func, tensors, other):
 
 @_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale_(func, tensors, found_inf, inv_scale):
-    """What `GradScaler.unscale_` calls. A scale that is not finite tells of a gradient that was not."""
+    """Implement `GradScaler.unscale_`. A gradient with a non-finite value has a non-finite scale."""
     scaled, plain = _scaled_and_plain(tensors)
     if plain:
         func(plain, found_inf, inv_scale)
@@ -562,11 +552,11 @@ def _unscale_(func, tensors, found_inf, inv_scale):
     _foreach_times_(aten._foreach_mul_.Tensor, scaled, inv_scale.squeeze())
     unrounded = [tensor._data for tensor in scaled if tensor._data.dtype not in FORMAT_OF and tensor.numel()]
     largest = torch._foreach_norm(unrounded, math.inf) if unrounded else []
-    numbers = torch.cat([each.reshape(-1) for each in (*(tensor._scale_inv for tensor in scaled), *largest)])
+    numbers = torch.cat([part.reshape(-1) for part in (*(tensor._scale_inv for tensor in scaled), *largest)])
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(numbers).all()).to(found_inf)))
 
 
-# Norms, and what travels between ranks
+# Norms and collectives
 
 
 @_implements(aten.linalg_vector_norm.default)
@@ -592,8 +582,8 @@ def _foreach_norm(func, tensors, ord=2, dtype=None):
 
 
 def _collective(func, args, kwargs):
-    """A collective that writes to ScaledTensors writes to plain ones, is awaited, and the values are stored. The first
-    argument of each is what it writes to; what `send` sends is only read."""
+    """Run a collective on plain values, wait for it, and store the results. `c10d` operations write to their first
+    argument, except `send`."""
     work: list[tuple[torch.Tensor, ScaledTensor]] = []
     for tensor in written_to(func, args, kwargs, ScaledTensor):
         _require_all(tensor, func)
@@ -606,9 +596,9 @@ def _collective(func, args, kwargs):
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
     if not work:
         return result
-    for each in tree_iter(result):
-        if hasattr(each, "wait"):
-            each.wait()
+    for handle in tree_iter(result):
+        if hasattr(handle, "wait"):
+            handle.wait()
     for values, tensor in work:
         tensor.copy_(values)
     return _in_their_place(result, work)

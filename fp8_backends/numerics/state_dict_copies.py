@@ -1,5 +1,8 @@
-"""Copies of a stored weight in state dicts. PyTorch's state dicts alias the weights; these are plain copies, so a write
-to one would be lost: the next read of the weight raises."""
+"""Watch plain copies of FP8 weights in state dicts.
+
+PyTorch's state dicts alias the weights. These copies do not, so a write to one would be lost: the next read of the
+weight raises.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import FP8BackendError
 from .kernels.triton_gate import is_eager
+from .sharded_tensor import local_part
 
 
 @dataclass
 class StateDictCopy:
-    """One copy: its memory, held weakly, and autograd's count of writes to it.
+    """One copy: a weak reference to its memory, and autograd's count of writes to it.
 
     Attributes:
-        counters: tensors without memory that share the version counters of the copy and, if it is a DTensor, of its
-            local part.
-        seen: the count at which copy and weight last agreed.
+        counters: empty tensors with the version counters of the copy and, for a DTensor, of its local part.
+        seen: the count when copy and weight last agreed.
     """
 
     name: str
@@ -29,18 +32,18 @@ class StateDictCopy:
 
     @classmethod
     def of(cls, values: torch.Tensor, name: str) -> StateDictCopy:
-        local = getattr(values, "_local_tensor", values)
+        local = local_part(values)
         empty = local.new_empty(0)
         counter = local.detach()
         counter.data = empty  # the version counter stays
         counters = (counter,)
-        if local is not values:  # operations on a DTensor count writes to it, and not to its local part
+        if local is not values:  # operations on a DTensor count its writes apart from its local part's
             outer = values.detach()
             outer._local_tensor = empty
             counters = (outer, counter)
-        found = cls(name, StorageWeakRef(local.untyped_storage()), counters)
-        found.seen = found.writes
-        return found
+        watched = cls(name, StorageWeakRef(local.untyped_storage()), counters)
+        watched.seen = watched.writes
+        return watched
 
     @property
     def writes(self) -> int:
@@ -59,14 +62,14 @@ class StateDictCopies:
 
     def add(self, values: torch.Tensor, name: str) -> None:
         """Watch a new copy, plain or a DTensor. Writes through `.data`, NumPy or collectives are not counted."""
-        local = getattr(values, "_local_tensor", values)
+        local = local_part(values)
         if is_eager(local) and not local.is_inference():
-            self.copies = [each for each in self.copies if each.is_written or not each.memory.expired()]
+            self.copies = [copy for copy in self.copies if copy.is_written or not copy.memory.expired()]
             self.copies.append(StateDictCopy.of(values, name))
 
     def check(self) -> None:
         """Raise `FP8BackendError` if a copy was written to, once for each write."""
-        written = next((each for each in self.copies if each.is_written), None)
+        written = next((copy for copy in self.copies if copy.is_written), None)
         if written is not None:
             self.accept()
             raise FP8BackendError(
@@ -77,8 +80,8 @@ class StateDictCopies:
 
     def accept(self) -> None:
         """Forget earlier writes: the weight has new values."""
-        for each in self.copies:
-            each.seen = each.writes
+        for copy in self.copies:
+            copy.seen = copy.writes
 
     def __deepcopy__(self, memo: dict) -> StateDictCopies:
         return StateDictCopies()

@@ -1,8 +1,7 @@
-"""What a cast into few bits does to a tensor, in numbers: what it clips and flushes to zero, how much error it adds,
-and how the values lie in the format's range.
+"""Measure a cast into few bits: values clipped and flushed to zero, error, and their place in the format's range.
 
-Everything stays on the tensor's device, in plain PyTorch: nothing waits until `read` copies all numbers to the host at
-once. A large tensor is sampled, except for its amax.
+All tensors stay on their device, in plain PyTorch; `read` copies all numbers to the host at once. Large tensors are
+sampled, except for their amax.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from .kernels.rounding import decoded
 from .scaling import Blocks, tensor_amax
 
 SAMPLED = 2**16
-"""Elements of a tensor that are counted, about: of a larger one some rows, spread over all of it."""
+"""Approximate number of counted elements: rows spread over a larger tensor."""
 BINADES = 40
-"""Bins of a histogram of exponents. E5M2 has 32 binades; FP16 has the lowest of its own in the last bin."""
+"""Bins of a histogram of exponents. E5M2 has 32 binades; the last bin takes the lowest ones of FP16."""
 
 
 class Cast(NamedTuple):
-    """A matrix, and how a scaling rule casts it."""
+    """A matrix and its cast by a scaling rule."""
 
     values: torch.Tensor
     """Before the cast: [rows, columns], bf16, fp16 or FP32."""
@@ -33,46 +32,46 @@ class Cast(NamedTuple):
     amax: torch.Tensor
     """max |x| of all values, FP32, 0-dimensional."""
     scale: torch.Tensor | None = None
-    """What values are multiplied by: FP32, 0-dimensional. None: each of `blocks` has its own."""
+    """FP32, 0-dimensional. None: each of `blocks` has its own."""
     blocks: Blocks | None = None
     codes: torch.Tensor | None = None
-    """What the values became, where that was not rounding to nearest: of the format's dtype, [rows, columns]."""
+    """Codes that were not rounded to nearest: of the format's dtype, [rows, columns]."""
 
 
 def in_blocks(values: torch.Tensor, fmt: Format, blocks: Blocks) -> Cast:
-    """The cast of a matrix whose blocks have a scale each."""
+    """Return the cast of a matrix with a scale for each block."""
     return Cast(values, fmt, tensor_amax(values), blocks=blocks)
 
 
 class Statistics(NamedTuple):
-    """What was counted. Tensors are 0-dimensional unless said; counts are int64."""
+    """Counts of one tensor: 0-dimensional tensors on its device, Python numbers after `read`. Counts are int64."""
 
     fmt: Format
     elements: int
     """Of the whole tensor."""
     counted: int
-    """Elements that the counts are of."""
-    amax: torch.Tensor
+    """Elements in the counts."""
+    amax: torch.Tensor | float
     """Of the whole tensor, FP32."""
-    lowest_scale: torch.Tensor
-    highest_scale: torch.Tensor
-    """FP32; of blocks that hold nothing but zeros there is none."""
-    nonzero: torch.Tensor
-    """Values that are not zero before the cast."""
-    flushed: torch.Tensor
-    """Those of them that are zero after it."""
-    saturated: torch.Tensor
-    """Values that the cast clips: beyond what rounds to the format's largest number."""
-    signal: torch.Tensor
+    lowest_scale: torch.Tensor | float
+    highest_scale: torch.Tensor | float
+    """FP32; blocks of zeros do not count."""
+    nonzero: torch.Tensor | int
+    """Nonzero values before the cast."""
+    flushed: torch.Tensor | int
+    """Values that the cast flushes to zero."""
+    saturated: torch.Tensor | int
+    """Values that the cast clips, beyond the rounding range of the format's largest number."""
+    signal: torch.Tensor | float
     """Sum of squares of the values, FP64."""
-    noise: torch.Tensor
-    """Sum of squares of what the cast changed, FP64."""
-    binades: torch.Tensor
-    """How many scaled values lie in each binade, [BINADES]: the first is all above the binade of the format's largest
-    number, the last has all that are smaller."""
+    noise: torch.Tensor | float
+    """Sum of squares of the cast's errors, FP64."""
+    binades: torch.Tensor | list[int]
+    """Scaled values per binade, [BINADES]: the first bin is all above the binade of the format's largest number, the
+    last has all smaller ones."""
 
     def merged(self, other: Statistics) -> Statistics:
-        """The statistics of both, such as of two microbatches."""
+        """Add the statistics of another cast, such as of another microbatch."""
         added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
         return self._replace(
             amax=torch.maximum(self.amax, other.amax),
@@ -81,17 +80,41 @@ class Statistics(NamedTuple):
             **added,
         )
 
+    @property
+    def is_finite(self) -> bool:
+        """False if values or scales are not finite; the other numbers mean nothing then."""
+        return math.isfinite(self.amax) and math.isfinite(self.noise)
+
+    @property
+    def flushed_share(self) -> float:
+        """Share of the nonzero values, 0 to 1."""
+        return self.flushed / max(self.nonzero, 1)
+
+    @property
+    def saturated_share(self) -> float:
+        """Share of the nonzero values, 0 to 1."""
+        return self.saturated / max(self.nonzero, 1)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantization noise in dB; None if one of them is zero or not finite."""
+        if not (self.signal > 0 and self.noise > 0 and math.isfinite(self.signal + self.noise)):
+            return None
+        return 10 * math.log10(self.signal / self.noise)
+
 
 _ADDED = ("elements", "counted", "nonzero", "flushed", "saturated", "signal", "noise", "binades")
-_READ = ("amax", "lowest_scale", "highest_scale", "nonzero", "flushed", "saturated", "signal", "noise")
+_COUNTS = ("nonzero", "flushed", "saturated")
+_READ = ("amax", "lowest_scale", "highest_scale", *_COUNTS, "signal", "noise")
 
 
 @torch.no_grad()
 def statistics_of(cast: Cast) -> Statistics:
-    """Count what a cast does to its values."""
+    """Measure a cast."""
     fmt, blocks = cast.fmt, cast.blocks
-    values, codes = _sampled(cast)
-    counted = values.numel()
+    height = 1 if blocks is None else blocks.rows  # blocks stay whole
+    values = _sampled(cast.values, height)
+    codes = None if cast.codes is None else _sampled(cast.codes, height)
     x = values.float()
     if blocks is None:
         scale = lowest = highest = cast.scale
@@ -107,7 +130,7 @@ def statistics_of(cast: Cast) -> Statistics:
     return Statistics(
         fmt,
         cast.values.numel(),
-        counted,
+        values.numel(),
         cast.amax,
         lowest,
         highest,
@@ -122,14 +145,14 @@ def statistics_of(cast: Cast) -> Statistics:
 
 @torch.no_grad()
 def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Statistics:
-    """Count what codes tell without the values that they were made of: `flushed` are the codes that are zero,
-    `saturated` those of the format's largest number, and nothing is known of an error.
+    """Measure codes without their original values: `flushed` counts codes of zero, `saturated` codes of the format's
+    largest number; errors are unknown.
 
     Args:
-        codes: of the format's dtype, any shape; scale_inv: FP32, one or several; amax: of codes times scale_inv,
-            which of ROOT8 are the roots.
+        codes: of the format's dtype, any shape; scale_inv: FP32, one or several; amax: of codes times scale_inv (roots
+            for ROOT8).
     """
-    matrix = _bands(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
+    matrix = _sampled(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
     rounded = decoded(matrix, fmt) if fmt is ROOT8 else matrix.float()
     scales, zero = scale_inv.reciprocal(), amax.new_zeros((), dtype=torch.float64)
     zeros = rounded.numel() - torch.count_nonzero(rounded)
@@ -142,20 +165,14 @@ def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torc
 
 
 def clipped_above(fmt: Format) -> float:
-    """The scaled magnitude above which a cast clips: half a step beyond the format's largest number, which rounds to
-    it."""
+    """Return the scaled magnitude above which a cast clips: half a step beyond the format's largest number."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
-def _sampled(cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows that are counted, of the values and of the codes. Blocks stay whole."""
-    height = 1 if cast.blocks is None else cast.blocks.rows
-    return _bands(cast.values, height), None if cast.codes is None else _bands(cast.codes, height)
-
-
-def _bands(matrix: torch.Tensor, height: int) -> torch.Tensor:
-    """All of a matrix of up to SAMPLED elements, else as many bands of `height` rows: one from each of equal parts, at
-    changing places, since what repeats in a batch, such as a sequence's first token, would come too often or never."""
+def _sampled(matrix: torch.Tensor, height: int) -> torch.Tensor:
+    """Return all of a matrix of up to SAMPLED elements, else that many bands of `height` rows: one from each of equal
+    parts, at changing places, so that repeating rows, such as a sequence's first token, are neither missed nor
+    overcounted."""
     rows, columns = matrix.shape
     bands = rows // height
     step = min(-(-rows * columns // SAMPLED), bands)
@@ -179,66 +196,21 @@ def _binades(scaled: torch.Tensor, zeros: torch.Tensor, fmt: Format) -> torch.Te
     return counts
 
 
-# On the host
-
-
-class Numbers(NamedTuple):
-    """`Statistics` as Python numbers."""
-
-    fmt: Format
-    elements: int
-    counted: int
-    amax: float
-    lowest_scale: float
-    highest_scale: float
-    nonzero: int
-    flushed: int
-    saturated: int
-    signal: float
-    noise: float
-    binades: list[int]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the values and their scales are: else all other numbers say nothing."""
-        return math.isfinite(self.amax) and math.isfinite(self.noise)
-
-    @property
-    def flushed_share(self) -> float:
-        """Of the values that are not zero, 0 to 1."""
-        return self.flushed / max(self.nonzero, 1)
-
-    @property
-    def saturated_share(self) -> float:
-        """Of the values that are not zero, 0 to 1."""
-        return self.saturated / max(self.nonzero, 1)
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """Signal to quantization noise in dB; None where there is none of either, or where it is not finite."""
-        if not (self.signal > 0 and self.noise > 0 and math.isfinite(self.signal + self.noise)):
-            return None
-        return 10 * math.log10(self.signal / self.noise)
-
-
-def read(statistics: Sequence[Statistics]) -> list[Numbers]:
-    """The numbers of all of these, by one copy to the host for each device."""
-    found: list[Any] = [None] * len(statistics)
+def read(statistics: Sequence[Statistics]) -> list[Statistics]:
+    """Copy all numbers to the host: one copy for each device."""
+    numbers: list[Any] = [None] * len(statistics)
     by_device = defaultdict(list)
-    for index, each in enumerate(statistics):
-        by_device[each.binades.device].append(index)
+    for index, counts in enumerate(statistics):
+        by_device[counts.binades.device].append(index)
     for indices in by_device.values():
-        packed = [_packed(statistics[index]) for index in indices]
-        for index, numbers in zip(indices, torch.stack(packed).tolist(), strict=True):
-            each = statistics[index]
-            amax, lowest, highest, nonzero, flushed, saturated, signal, noise = numbers[: len(_READ)]
-            counts = (int(nonzero), int(flushed), int(saturated))
-            binades = list(map(int, numbers[len(_READ) :]))
-            of_host = (each.fmt, each.elements, each.counted)
-            found[index] = Numbers(*of_host, amax, lowest, highest, *counts, signal, noise, binades)
-    return found
+        packed = torch.stack([_packed(statistics[index]) for index in indices])
+        for index, row in zip(indices, packed.tolist(), strict=True):
+            named = dict(zip(_READ, row, strict=False))
+            named |= {name: int(named[name]) for name in _COUNTS}
+            numbers[index] = statistics[index]._replace(**named, binades=list(map(int, row[len(_READ) :])))
+    return numbers
 
 
-def _packed(each: Statistics) -> torch.Tensor:
-    """FP64, [len(_READ) + BINADES]."""
-    return torch.cat([torch.stack([getattr(each, name).double() for name in _READ]), each.binades.double()])
+def _packed(counts: Statistics) -> torch.Tensor:
+    """Concatenate all numbers: FP64, [len(_READ) + BINADES]."""
+    return torch.cat([torch.stack([getattr(counts, name).double() for name in _READ]), counts.binades.double()])

@@ -1,28 +1,31 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals; at O3 the master, from which it then
-makes the E4M3 weight. It computes in FP32, and rounds with scales that follow from bounds of this step's amaxes: all
-parameters in one kernel where the device has one (`numerics/kernels`). Plain FP32 parameters with FP32 states (O1,
-or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O3 the master and then the E4M3
+weight from it. It computes in FP32 and rounds with scales from bounds of this step's amaxes, in one kernel over all
+parameters if the device has one (`numerics/kernels`). PyTorch's own implementation steps plain FP32 parameters
+with FP32 states (O1, or tensors of fewer than 4096 elements).
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adam import adam
 
 from ..numerics.faults import NOT_NEGATIVE, Range
-from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hypers, has_kernels
+from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper, adam_hypers, has_kernels
 from ..numerics.kernels.adam_table import LEAST_ROOT, measured
-from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
+from ..numerics.kernels.reference import exact_update
+from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
-from .lost_updates import MOMENTS, share_of_lost_updates
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 ADAMW = Declaration(
     torch.optim.AdamW,
@@ -38,42 +41,23 @@ ADAMW = Declaration(
 
 
 class _Record(NamedTuple):
+    """The largest numbers of a parameter's stored tensors after the last step.
+
+    A one-pass step needs the previous record and leaves a new one (`numerics/kernels/adam_table.py`). Checkpoints and
+    copies have none: measuring the tensors again, as after any other write, gives the same numbers.
+    """
+
     numbers: torch.Tensor
-    """FP32 [4], as `measured` returns."""
+    """FP32 [4], from `measured`."""
     seen: list[tuple[weakref.ref, int]]
-    """The tensors that were measured, and autograd's counts of writes to them."""
-
-
-class Records:
-    """The largest numbers of the tensors that the last step has stored, by the `id` of a parameter.
-
-    A step of one pass needs those before it and leaves those after it (`numerics/kernels/adam_table.py`). They are no
-    part of a checkpoint: after loading, as after any other write, they are measured again, which gives the same
-    numbers."""
-
-    def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
-
-    def take(self, key: int, slots: Sequence[Slot], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The numbers of a weight, exp_avg and exp_avg_sq, for a step to use up. parts: the tensors that `slots` hold,
-        or are views of."""
-        record = self._records.pop(key, None)
-        if record is None or len(record.seen) != len(parts):
-            return measured(*slots)
-        pairs = zip(record.seen, parts, strict=True)
-        unchanged = all(seen() is part and version == part._version for (seen, version), part in pairs)
-        return record.numbers if unchanged else measured(*slots)
-
-    def keep(self, key: int, numbers: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Keep the numbers that a step has left."""
-        self._records[key] = _Record(numbers, [(weakref.ref(part), part._version) for part in parts])
+    """The measured tensors, and autograd's counts of writes to them."""
 
 
 class ScaledMoments(ScaledStates):
-    """Steps of Adam and AdamW over states that are rounded."""
+    """Steps of Adam and AdamW with rounded states."""
 
-    fp8_records: Records
-    """No part of copies and checkpoints."""
+    fp8_records: dict[int, _Record]
+    """By the `id` of a parameter."""
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         group, states = views[0].group, [self.state_of(view.group, view.parameter) for view in views]
@@ -97,24 +81,8 @@ class ScaledMoments(ScaledStates):
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
         states = [self.state_of(view.group, view.parameter) for view in views]
         torch._foreach_add_([state["step"] for state in states], 1.0)
-        jobs = [
-            Job(
-                slot_of(_contiguous(view.weight)),
-                slot_of(_contiguous(view.gradient)),
-                slot_of(state["exp_avg"]),
-                slot_of(state["exp_avg_sq"]),
-                hyper,
-                decoupled=view.group["decoupled_weight_decay"],
-                maximize=view.group["maximize"],
-                rounding=self.fp8_states.rounding,
-                seed=view.index,
-                copy=None if view.copy is None else slot_of(view.copy),
-                first=view.first,
-                finite=view.finite,
-            )
-            for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
-        ]
-        jobs = [self._with_record(*each) for each in zip(jobs, views, states, strict=True)]
+        hypers = _hypers(views, states)
+        jobs = [self._job(view, state, hyper) for view, state, hyper in zip(views, states, hypers, strict=True)]
         steps = AdamSteps(jobs)
         if any(view.is_shard for view in views):
             sharding.run_agreed(steps, [view.parameter for view in views])
@@ -124,67 +92,133 @@ class ScaledMoments(ScaledStates):
             if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
-                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state))
-        _remember_amaxes(
-            [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
-        )
+                seen = [(weakref.ref(part), part._version) for part in _recorded_parts(view, state)]
+                self.__dict__.setdefault("fp8_records", {})[id(view.parameter)] = _Record(job.record, seen)
+        _remember_amaxes(jobs, views)
 
-    def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
-        """The job as a step of one pass; as it is where nothing has a scale, or eps is too small for a bound of an
-        update, or no kernel keeps the record in passing."""
+    def _job(self, view: LocalView, state: dict[str, Any], hyper: torch.Tensor) -> Job:
+        """Return the step of one parameter: in one pass with a record, unless nothing has a scale, or eps is too small
+        to bound an update, or no kernel keeps records."""
+        job = Job(
+            slot_of(_contiguous(view.weight)),
+            slot_of(_contiguous(view.gradient)),
+            slot_of(state["exp_avg"]),
+            slot_of(state["exp_avg_sq"]),
+            hyper,
+            decoupled=view.group["decoupled_weight_decay"],
+            maximize=view.group["maximize"],
+            rounding=self.fp8_states.rounding,
+            seed=view.index,
+            copy=None if view.copy is None else slot_of(view.copy),
+            first=view.first,
+            finite=view.finite,
+        )
         scaled = any(slot.scale_inv is not None for slot in job.written)
         if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
             return job
-        record = self._records().take(id(view.parameter), job.written, _recorded_parts(view, state))
-        return job._replace(record=record)
+        record = self.__dict__.get("fp8_records", {}).pop(id(view.parameter), None)
+        parts = _recorded_parts(view, state)
+        if record is not None and len(record.seen) == len(parts):
+            pairs = zip(record.seen, parts, strict=True)
+            if all(seen() is part and version == part._version for (seen, version), part in pairs):
+                return job._replace(record=record.numbers)
+        return job._replace(record=measured(*job.written))
 
-    def _records(self) -> Records:
-        """Of this object: a copy begins without any."""
-        if "fp8_records" not in self.__dict__:
-            self.fp8_records = Records()
-        return self.fp8_records
+    @torch.no_grad()
+    def lost_updates(self) -> float | None:
+        """Return the share, 0 to 1, of the next update of scaled weights that rounding would lose: 1 minus the
+        projection of the stored update on the exact one, from this rank's states; None before the first step."""
+        stored_share = total = 0.0
+        for p, group, index in self.members():
+            state, weight = self.state.get(p, {}), local_part(p)
+            has_moments = all(name in state for name in MOMENTS)
+            if not isinstance(weight, ScaledTensor) or not has_moments or not all(group["betas"]):
+                continue
+            weight.settle()
+            weight = weight if weight.master is None else weight.master
+            before = weight.exact(torch.float32)
+            exact = exact_update(
+                before,
+                *(_float(state[name]) for name in MOMENTS),
+                lr=float(group["lr"]),
+                betas=tuple(map(float, group["betas"])),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=float(state["step"]),
+                decoupled=group["decoupled_weight_decay"],
+            )
+            stored = self._rounded_step(group, state, weight, index).exact(torch.float32) - before
+            stored_share += (stored.double() * exact).sum().item()
+            total += exact.square().sum().item()
+        return min(1.0, max(0.0, 1.0 - stored_share / total)) if total > 0 else None
 
-    lost_updates = share_of_lost_updates
+    def _rounded_step(
+        self, group: dict[str, Any], state: dict[str, Any], weight: ScaledTensor, index: int
+    ) -> ScaledTensor:
+        """Return a copy of the weight after a step with unchanged moments: divided by the betas, then multiplied by
+        them again in a step with a gradient of zero."""
+        stepped = copy.deepcopy(weight.detach())
+        moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
+        decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+        job = Job(
+            Slot(stepped._data, stepped._scale_inv, residual=stepped.residual),
+            Slot(torch.zeros_like(moments[0])),
+            *map(Slot, moments),
+            adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),
+            decoupled=True,
+            maximize=False,
+            rounding=self.fp8_states.rounding,
+            seed=index,
+        )
+        AdamSteps([job], fused=False).run()
+        return stepped
 
 
 class ScaledAdamW(ScaledMoments, torch.optim.AdamW):
-    """A `torch.optim.AdamW` that `convert` made train scaled weights."""
+    """A converted `torch.optim.AdamW`."""
 
     fp8_declared = ADAMW
 
 
 class ScaledAdam(ScaledMoments, torch.optim.Adam):
-    """A `torch.optim.Adam` that `convert` made train scaled weights."""
+    """A converted `torch.optim.Adam`."""
 
     fp8_declared = ADAMW._replace(stock=torch.optim.Adam)
 
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
+    """Return the tensors of a record. A plain weight has no scale, so its numbers are not read."""
     weight = stored_parts(view.weight, exact=True) if isinstance(view.weight, ScaledTensor) else ()
     return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
 
 
-def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them. That
-    of a pair is of codes and residuals, and its codes are not cast."""
-    known = [
-        (w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor) and w.residual is None
+def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
+    """Give whole weights the amaxes of their data from the records, for the casts of the next forward. Pairs have none:
+    the record covers codes with residuals, and their codes are not cast."""
+    recorded = [
+        (view.weight, job.record)
+        for job, view in zip(jobs, views, strict=True)
+        if not view.is_shard and job.record is not None
+        if isinstance(view.weight, ScaledTensor) and view.weight.residual is None
     ]
-    if known:
-        # scales are powers of two: nothing is rounded
-        amaxes = torch._foreach_div([record[0] for _, record in known], [w._scale_inv for w, _ in known])
-        for (weight, _), amax in zip(known, amaxes, strict=True):
-            weight.stored.known = KnownAmax.of(weight._data, amax)
+    if recorded:
+        # scales are powers of two: the division is exact
+        amaxes = torch._foreach_div([record[0] for _, record in recorded], [w._scale_inv for w, _ in recorded])
+        for (weight, _), amax in zip(recorded, amaxes, strict=True):
+            weight.remember_amax(amax)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose elements lie in order: itself, or a copy of a plain one."""
     return tensor if isinstance(tensor, ScaledTensor) else tensor.contiguous()
 
 
+def _float(value: torch.Tensor) -> torch.Tensor:
+    value = local_part(value)
+    return value.dequantize(torch.float32) if isinstance(value, ScaledTensor) else value.float()
+
+
 def _hypers(views: Sequence[LocalView], states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """The hyperparameters of each step. They are made for parameters with the same options together: few launches."""
+    """Return the hyperparameters of each step, computed together for equal options: few launches."""
     alike: dict[Any, list[int]] = {}
     for i, (view, state) in enumerate(zip(views, states, strict=True)):
         alike.setdefault((id(view.group), view.weight.device, state["step"].device), []).append(i)

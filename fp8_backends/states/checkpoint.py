@@ -1,35 +1,49 @@
-"""Save and load optimizers with scaled states.
+"""Save and load optimizers with scaled states, and reject state dicts that would break training.
 
-A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
-saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
-saved as a DTensor, which `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks
-(levels O3 and O4 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
+A state dict holds plain BF16 or FP32 tensors, so that any program can read it. Loading gives the same scaled values
+again: the grid of their own amax holds all of them. A state of a DTensor is saved as a DTensor, which
+`torch.distributed.checkpoint` can reshard. States sharded over the ranks (levels O3 and O4 under DDP) are whole while a
+checkpoint is written (`whole_states`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
+from ..errors import FP8BackendError
+from ..numerics.encoding import amax_of
+from ..numerics.faults import (
+    COUNT,
+    FINITE,
+    FINITE_IN_FP64,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_IN_FP64,
+    POSITIVE,
+    Range,
+    check_values,
+)
 from ..numerics.formats import FORMAT_OF
-from ..numerics.scaled_tensor import ScaledTensor, quantize, tensor_amax_of
-from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_part, with_local
+from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards, quantize
+from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..words import counted
 from .levels import write_weight_shards
-from .sharding import agree
+from .sharding import agree, shard_of
 
-MASTER = "master_weight"
+MASTER, STEP = "master_weight", "step"
 
 
 # State dicts
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn PyTorch's state dict of an optimizer into plain tensors. A weight beyond its own dtype (scaled FP16 that
-    stands for BF16) is added as `master_weight`, so a resumed run is equal to the bit."""
+    """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with more precision than its dtype
+    (scaled FP16 for BF16) as `master_weight`, so that a resumed run is equal to the bit."""
     for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
         if key not in state_dict["state"]:
             continue
@@ -41,8 +55,8 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
-    """Return one state as it is saved. Scaled ones go to the CPU: as plain values they may find no room on a GPU. FP8
-    values with a power of two as their scale are BF16 values, too."""
+    """Return one state as a plain tensor. Scaled ones go to the CPU, since their values may not fit on a GPU; as BF16
+    if it represents them exactly (FP8 with a power of two as its scale)."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
@@ -55,10 +69,10 @@ def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
-    """`ScaledStates.load_state_dict` of what `checks.check_states` let pass.
+    """Load a state dict that has passed `check_states`.
 
     Args:
-        load: PyTorch's own `load_state_dict`. It gets everything but declared states and masters.
+        load: PyTorch's own `load_state_dict`. It gets everything except declared states and masters.
     """
     groups = list(optimizer.param_groups)
     heavy, light = {}, {}
@@ -66,7 +80,7 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
     for key, state in state_dict["state"].items():
         names = (*optimizer.fp8_declared.roles, *optimizer.fp8_declared.exact_states(parameters[key].shape), MASTER)
         heavy[key] = {name: state[name] for name in names if name in state}
-        # copied: PyTorch would take over the step counter itself, and two optimizers would count in it
+        # a copy: PyTorch would keep the step counter itself, shared by two optimizers
         light[key] = copy.deepcopy({name: value for name, value in state.items() if name not in heavy[key]})
     load({**state_dict, "state": light})
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -84,12 +98,8 @@ def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> 
 
 @torch.no_grad()
 def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
-    for name in optimizer.fp8_declared.roles:
-        if name in saved and optimizer.owns(p):
-            optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
-    for name in optimizer.fp8_declared.exact_states(p.shape):
-        if name in saved and optimizer.owns(p):
-            optimizer.state[p][name] = exact_state(p, saved[name])
+    if optimizer.owns(p):
+        store_states(optimizer, p, saved)
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
         if is_distributed(p):
             write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32))
@@ -101,13 +111,19 @@ def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[s
         optimizer.show_master(p)
 
 
-def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int) -> torch.Tensor:
-    """A new moment of `p` from its values, which may be plain or scaled, whole or a DTensor. All ranks call it where
-    `p` or `value` is a DTensor.
+def store_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    """Store the declared states of `p` in their formats. Values may be plain or scaled, whole or DTensors. All ranks
+    call this if `p` or a value is a DTensor."""
+    for name in optimizer.fp8_declared.roles:
+        if name in values:
+            optimizer.state[p][name] = _stored_moment(p, values[name], *optimizer.moment_format(p, name))
+    for name in optimizer.fp8_declared.exact_states(p.shape):
+        if name in values:
+            value = _whole(values[name])
+            optimizer.state[p][name] = value.to(local_part(p).device, torch.float32, copy=True)
 
-    Args:
-        dtype, block_size: how the moment is stored, as `ScaledStates.moment_format` has it.
-    """
+
+def _stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int) -> torch.Tensor:
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
@@ -119,30 +135,22 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
     else:
         local, amax = local_part(_placed_as(p, value, torch.float32)), None
         if is_distributed(p) and not block_size:
-            (amax,) = agree([tensor_amax_of(local)], [p])
+            (amax,) = agree([amax_of(local)], [p])
         moment = quantize(local, dtype, torch.float32, block_size, amax)
     if isinstance(moment, ScaledTensor):
         moment.partial, moment.is_state = is_distributed(p), True
     return with_local(p, moment)
 
 
-def exact_state(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A new state of `p` that is FP32, and whole on each rank, from its values."""
-    return _whole(value).to(local_part(p).device, torch.float32, copy=True)
-
-
 def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return plain values of that dtype placed as `p` is, on its device: for a DTensor a DTensor."""
+    """Return plain values placed as `p`, on its device: a DTensor for a DTensor."""
     if is_distributed(value):
         value = dequantize_shards(value, dtype)
         value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
     elif isinstance(value, ScaledTensor):
         value = value.dequantize(dtype)
     if is_distributed(p) and not is_distributed(value):
-        from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
-
-        value = value.to(p.device_mesh.device_type, dtype)
-        value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+        value = shard_of(p, value.to(p.device_mesh.device_type, dtype))
     return with_local(p, local_part(value).to(local_part(p).device, dtype).contiguous())
 
 
@@ -156,25 +164,24 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return dequantize_shards(value, torch.float32).full_tensor() if is_distributed(value) else value
 
 
-# States that are shared out between the ranks
+# Whole states on all ranks
 
 
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool) -> Iterator[None]:
-    """Make the states of an optimizer whole inside, as `preparation.whole_states` says."""
+    """Make an optimizer's states whole inside. Arguments as in `preparation.whole_states`."""
     with _outermost(optimizer, receives) as weights:
-        shared_out = set(map(id, weights))
+        sharded = set(map(id, weights))
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if id(p) in shared_out:
+                if id(p) in sharded:
                     _gather(optimizer, group, p, receives, moments)
         yield
 
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read. State
-    dicts that were looked at before they are loaded inside are not looked at again."""
+    """Let `state_dict()` return placeholders inside, for a loader that ignores its values."""
     with _outermost(optimizer, receives=False) as weights:
         for p in weights:
             _put_placeholder(p)
@@ -183,8 +190,8 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[list[torch.Tensor]]:
-    """Let the optimizer give a state dict inside, and share its states out again at the end. Yield the weights with
-    shared-out states; none inside another such context."""
+    """Let the optimizer return a state dict inside, and drop other ranks' states at the end. Yield the weights with
+    sharded states; none inside another such context."""
     if optimizer.fp8_whole:
         yield []
         return
@@ -209,17 +216,22 @@ def _put_placeholder(p: torch.Tensor) -> None:
 @torch.no_grad()
 def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, receives: bool, moments: bool) -> None:
     """Send one weight's moments, and its master or residual, from its owner to all ranks. A rank that does not receive
-    has room for one weight's at a time."""
+    holds one weight's at a time."""
     owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
     owners.drop(p)
     if owners.owns(p):
-        rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0, dtype=torch.float32)
+        rest, step = p.rest, state[STEP].clone().cpu() if STEP in state else torch.tensor(-1.0, dtype=torch.float32)
     else:
         rest, step = torch.empty(p.shape, dtype=p.elsewhere.storage), torch.empty((), dtype=torch.float32)
         if rest.dtype != torch.int8:  # a master, and no residual
             rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32), p.dtype)
-    rooms = _rooms(optimizer, group, p) if moments else {}
-    gathered = {name: state.get(name, room) for name, room in rooms.items()}
+    # buffers on the CPU: a GPU with some of the weights has no room for the states of all
+    buffers = {}
+    if moments:
+        buffers = {name: optimizer.new_moment(p, name, "cpu") for name in optimizer.roles_of(group)}
+        exact = optimizer.fp8_declared.exact_states(p.shape)
+        buffers |= {name: torch.zeros(shape, dtype=torch.float32) for name, shape in exact.items()}
+    gathered = {name: state.get(name, buffer) for name, buffer in buffers.items()}
     owners.send_to_all(p, [step, rest, *gathered.values()])
     p.stored.gathered = True
     if owners.owns(p):
@@ -229,15 +241,162 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
         return
     p.rest, p.elsewhere = rest, None
     if moments and step >= 0:
-        optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered}
+        optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
         optimizer.show_master(p)
 
 
-def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Room for each state, on the CPU: a GPU that owns some of the weights has no room for the states of all."""
-    rooms = {}
-    for name in optimizer.roles_of(group):
-        dtype, block_size = optimizer.moment_format(p, name)
-        rooms[name] = quantize(torch.zeros(p.shape, dtype=torch.float32), dtype, torch.float32, block_size)
-    exact = optimizer.fp8_declared.exact_states(p.shape)
-    return rooms | {name: torch.zeros(shape, dtype=torch.float32) for name, shape in exact.items()}
+# Checks before anything changes
+
+_STORED = (*FORMAT_OF, torch.float32)
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOMENTS = {
+    "first_moment": (FINITE, FINITE_IN_FP64),
+    "direction": (FINITE, FINITE_IN_FP64),
+    "second_moment": (NOT_NEGATIVE, NOT_NEGATIVE_IN_FP64),
+}
+"""Role of a state -> its range in FP32, and for a parameter in FP64."""
+_CHOICES = ("foreach", "fused")
+"""Options with the values True, False, and None for PyTorch's own choice."""
+_OF_ANOTHER = "The checkpoint is of another model or optimizer"
+_DAMAGED = "The file is damaged"
+_LOST = (
+    "Training had diverged when this was saved, or the file is damaged. Load an earlier checkpoint; or load only the "
+    "model's weights, and continue with a fresh optimizer"
+)
+
+
+def check_states(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Mapping[int, str] | None = None
+) -> None:
+    """Reject a state dict that would break this optimizer. All ranks call this if parameters are DTensors, and all
+    reject it if one does.
+
+    Args:
+        names: names of parameters by their id, for groups without `param_names`.
+
+    Raises:
+        FP8BackendError: names the parameter, its state, the fault and the way out. Nothing has changed.
+    """
+    fault = None
+    try:
+        _check(optimizer, state_dict, names or {})
+    except FP8BackendError as error:
+        fault = str(error)
+    shards = [p for group in optimizer.param_groups for p in group["params"] if is_distributed(p)]
+    refused = agree([torch.tensor(float(fault is not None))] * len(shards), shards)
+    if fault is None and any(map(bool, refused)):
+        fault = "another rank refuses its part of it, and says why"
+    if fault is not None:
+        raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
+
+
+def _check(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> None:
+    _check_structure(optimizer.param_groups, state_dict)
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        optimizer.fp8_declared.check_options(saved)
+        _check_numbers(optimizer, saved, f"parameter group {number}")
+        named = saved.get("param_names") or group.get("param_names") or [names.get(id(p)) for p in group["params"]]
+        for key, p, name in zip(saved["params"], group["params"], named, strict=True):
+            if state := state_dict["state"].get(key):  # a parameter without a step has none
+                words = f"{name}, of shape" if name else "of shape"
+                _check_state(optimizer, saved, p, state, f"parameter {key} ({words} {tuple(p.shape)})")
+
+
+def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
+    """Check groups, their parameters, and the keys of states."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise FP8BackendError("it is no state dict of an optimizer, which has state and param_groups")
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise FP8BackendError(f"its param_groups are no list of dicts. {_DAMAGED}")
+    if len(groups) != len(own_groups):
+        counts = f"{counted(len(groups), 'parameter group')}, and the optimizer {len(own_groups)}"
+        raise FP8BackendError(f"it has {counts}. {_OF_ANOTHER}")
+    keys = []
+    for number, (group, own_group) in enumerate(zip(groups, own_groups, strict=True)):
+        saved, where = group.get("params"), f"parameter group {number}"
+        if not isinstance(saved, list) or not all(isinstance(key, Hashable) for key in saved):
+            raise FP8BackendError(f"{where} has no list of parameters. {_DAMAGED}")
+        if len(saved) != len(own_group["params"]):
+            counts = f"{counted(len(saved), 'parameter')}, and the optimizer's {len(own_group['params'])}"
+            raise FP8BackendError(f"{where} has {counts}. {_OF_ANOTHER}")
+        named = group.get("param_names", saved)
+        if not isinstance(named, list) or len(named) != len(saved):
+            raise FP8BackendError(f"param_names of {where} are not a name for each parameter. {_DAMAGED}")
+        keys += saved
+    if len(set(keys)) != len(keys):
+        raise FP8BackendError(f"its groups name a parameter twice. {_DAMAGED}")
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise FP8BackendError(f"its state is no dict of dicts. {_DAMAGED}")
+    if unknown := states.keys() - set(keys):
+        raise FP8BackendError(f"it has a state of parameter {next(iter(unknown))!r}, which is in no group. {_DAMAGED}")
+
+
+def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
+    """Check a group's saved options against the kinds of the optimizer's defaults."""
+    for name, default in optimizer.defaults.items():
+        value, allowed = group.get(name), optimizer.fp8_declared.ranges.get(name, FINITE)
+        if name in _CHOICES or isinstance(default, bool):
+            value = group.get(name, False)
+            if not isinstance(value, bool) and not (name in _CHOICES and value is None):
+                raise FP8BackendError(f"{name} of {where} is {value!r}, and must be True or False")
+        elif isinstance(default, (tuple, list)):
+            if not isinstance(value, (tuple, list)) or len(value) != len(default):
+                raise FP8BackendError(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
+            for number, default_number in zip(value, default, strict=True):
+                if number is not None or default_number is not None:
+                    _check_number(number, allowed, f"{name} of {where}")
+        elif isinstance(default, (Real, torch.Tensor)):
+            _check_number(value, allowed, f"{name} of {where}")
+
+
+def _check_number(number: Any, allowed: Range, name: str) -> None:
+    is_tensor = isinstance(number, torch.Tensor)
+    number = local_part(number) if is_tensor else number
+    if is_tensor and not number.dim() and not (number.is_complex() or number.dtype == torch.bool or number.is_meta):
+        check_values(number, allowed, name, _LOST)
+    elif not is_tensor and isinstance(number, Real) and not isinstance(number, bool):
+        check_values(float(number), allowed, name, _LOST)
+    else:
+        described = f"a tensor of {number.dtype} {tuple(number.shape)}" if is_tensor else repr(number)
+        raise FP8BackendError(f"{name} is {described}, and must be one number. {_OF_ANOTHER}")
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor, state: Mapping[str, Any], where: str
+) -> None:
+    """Check one parameter's saved state against the declaration of its optimizer."""
+    declared, is_wide = optimizer.fp8_declared, p.is_complex() or p.dtype == torch.float64
+    exact = declared.exact_states(p.shape)
+    tensors = {name: (p.shape, _MOMENTS[role][is_wide]) for name, role in optimizer.roles_of(group).items()}
+    tensors |= {name: (shape, _MOMENTS["second_moment"][is_wide]) for name, shape in exact.items()}
+    if missing := [name for name in (*[STEP] * declared.counts, *tensors) if name not in state]:
+        raise FP8BackendError(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
+    if STEP in state:
+        _check_number(state[STEP], COUNT, f"{STEP} of {where}")
+    if MASTER in state and isinstance(local_part(p), ScaledTensor):
+        tensors[MASTER] = (p.shape, FINITE)
+    for name, (shape, allowed) in tensors.items():
+        _check_tensor(p, state[name], shape, allowed, f"{name} of {where}")
+
+
+def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Range, name: str) -> None:
+    """Check a state that is a tensor, plain or scaled, whole or a DTensor."""
+    if not isinstance(value, torch.Tensor):
+        raise FP8BackendError(f"{name} is {type(value).__name__} and no tensor. {_DAMAGED}")
+    local = local_part(value)
+    scaled = isinstance(local, ScaledTensor)
+    dtypes = (p.dtype,) if p.is_complex() else _PLAIN
+    if value.shape != torch.Size(shape):
+        raise FP8BackendError(f"{name} was saved with shape {tuple(value.shape)}. {_OF_ANOTHER}")
+    if local.layout != torch.strided or local.is_quantized or (not scaled and local.dtype not in dtypes):
+        described = f"a tensor of {local.dtype} ({local.layout})"
+        raise FP8BackendError(f"{name} is {described}, and must hold floating-point numbers")
+    if local.is_meta:
+        raise FP8BackendError(f"{name} holds no values: it is on the meta device, as on a rank that does not save")
+    if scaled:
+        has_rest = local.elsewhere is not None or local.rest is not None
+        if local.accumulates or has_rest or local._data.dtype not in _STORED:
+            raise FP8BackendError(f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}")
+        check_values(local._scale_inv, POSITIVE, f"the scale of {name}", _LOST)
+    check_values(local.exact(torch.float32) if scaled else local, allowed, name, _LOST)

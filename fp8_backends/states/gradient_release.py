@@ -1,26 +1,25 @@
-"""Gradient release: an optimizer makes a parameter's step inside backward, and drops the gradient there.
+"""Gradient release: an optimizer steps a parameter inside backward, and drops its gradient there.
 
 `GradientRelease` is a post-accumulate-grad hook of each parameter. A gradient waits in `.grad` until `PENDING` elements
-are there, or the backward pass ends; then these parameters are stepped together. So `PENDING` elements and the gradient
-that exceeds them is all that lies in memory. Each step is that of the usual order, to the bit: it depends on its
-parameter, the options of its group and the parameter's place in the optimizer alone.
+have come, or backward ends; then these parameters are stepped together. Memory holds at most `PENDING` elements and one
+more gradient. Each step equals the usual one to the bit: it depends only on its parameter, the options of its group and
+the parameter's place in the optimizer.
 
-A `DroppedGradient` stays in `.grad` until `zero_grad()`: code that reads, clips or accumulates gradients there gets an
-error.
+A `DroppedGradient` stays in `.grad` until `zero_grad()`, and raises if code reads, clips or accumulates it.
 
-`optimizer.step()` stays in the loop. It makes the steps of what has a gradient then, shares weights out between the
-ranks where they have owners, and is what schedulers and step hooks follow.
+The loop still calls `optimizer.step()`. It steps the remaining gradients, sends weights from their owners to all ranks,
+and runs schedulers and step hooks.
 
-Where other ranks have a part in a gradient, it is taken when the average is there. FSDP2 calls these hooks for its
-shards after its reduce-scatter. Under DDP the reducer of scaled weights calls `take`; parameters that DDP reduces
-itself get no hook, since theirs would run too early, and are stepped in `step()`.
+A gradient that ranks share is taken once it is averaged. FSDP2 calls the hooks of its shards after its reduce-scatter.
+Under DDP the reducer of scaled weights calls `take`; parameters reduced by DDP itself get no hook, which would run too
+early, and are stepped in `step()`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -33,11 +32,11 @@ from .levels import cast_gradient
 from .scaled_states import Member, ScaledStates
 
 PENDING = 2**22
-"""Elements of parameters whose gradients wait for each other, so that few steps are made of many parameters."""
+"""Elements of gradients that are stepped together, so that small parameters need few steps."""
 
 
 class DroppedGradient(torch.Tensor):
-    """Stands in `.grad` for a gradient that backward has stepped with. It takes no memory, and any use raises."""
+    """Placeholder in `.grad` for a gradient stepped in backward. Takes no memory; any use raises."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -57,7 +56,7 @@ class DroppedGradient(torch.Tensor):
         if func in _MOVES:
             kwargs = kwargs or {}
             return DroppedGradient(args[0], kwargs.get("dtype"), kwargs.get("device"))
-        (shape, *_) = (tuple(each.shape) for each in tree_iter((args, kwargs)) if isinstance(each, DroppedGradient))
+        (shape, *_) = (tuple(leaf.shape) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DroppedGradient))
         if func in (aten.add_.Tensor, aten.add.Tensor):
             raise _second(shape)
         raise FP8BackendError(
@@ -72,53 +71,35 @@ _MOVES = (aten.detach.default, aten.alias.default, aten.view.default, aten._to_c
 
 
 def is_dropped(gradient: torch.Tensor | None) -> bool:
-    """Whether backward has stepped with this gradient and dropped it."""
+    """Return True for a gradient stepped in backward."""
     return gradient is not None and isinstance(local_part(gradient), DroppedGradient)
 
 
-class _Place(NamedTuple):
-    """Where a parameter stands in its optimizer."""
-
-    group: int
-    in_group: int
-    index: int
-
-
 class GradientRelease:
-    """Post-accumulate-grad hook of parameters of one optimizer, and what it has taken since the last `step()`."""
+    """Post-accumulate-grad hook of an optimizer's parameters, with the gradients taken since the last `step()`."""
 
     def __init__(self, optimizer: ScaledStates) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._places: dict[int, _Place] = {}
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self, *_) -> None:
-        """Step post-hook: a further gradient of each parameter may come."""
+    def reset(self, *_) -> None:
+        """Step post-hook: accept another gradient of each parameter."""
+        self._members: dict[int, Member] | None = None
+        """The optimizer's parameters by id, from the first gradient on."""
         self._taken: set[int] = set()
-        """Identities of the parameters whose gradient has come."""
+        """Ids of parameters with a gradient."""
         self._pending: list[Member] = []
-        """Those of them that are not stepped yet."""
+        """Taken parameters before their step, with this many elements."""
         self._elements = 0
-        """How many elements these have."""
         self._options: list[dict[str, Any]] = []
-        """Of each group, as the last of these steps has left them."""
+        """Options of each group at the last of these steps."""
         self._waits_for_end = False
         for p in self.__dict__.pop("_dropped", ()):
             if p.grad is None:
                 _drop(p)
 
-    def follow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these parameters of the optimizer, where they train. Repeating it does nothing."""
-        groups = [group["params"] for group in self._optimizer().param_groups]
-        places = [(number, i) for number, members in enumerate(groups) for i in range(len(members))]
-        self._places = {id(groups[g][i]): _Place(g, i, index) for index, (g, i) in enumerate(places)}
-        for p in parameters:
-            known = (p._post_accumulate_grad_hooks or {}).values()
-            if p.requires_grad and not any(hook is self for hook in known):
-                p.register_post_accumulate_grad_hook(self)
-
     def __call__(self, p: torch.Tensor) -> None:
-        """Take a gradient that is complete, unless it has to travel to other ranks first."""
+        """Take a complete gradient, unless it has to be averaged over ranks first."""
         reduces = [hook for hook in p._post_accumulate_grad_hooks.values() if getattr(hook, "reduces", False)]
         if not reduces:
             self.take(p)
@@ -130,13 +111,18 @@ class GradientRelease:
             )
 
     def take(self, p: torch.Tensor) -> None:
-        """Step a parameter with its gradient, which is complete, now or together with others of this backward pass.
+        """Step a parameter with its complete gradient, now or together with others of this backward pass.
 
         Raises:
-            FP8BackendError: it is the second one since the last `step()`.
+            FP8BackendError: this is the second gradient since the last `step()`.
         """
-        member = self._member(p)
-        if member is None or p.grad is None:
+        optimizer = self._optimizer()
+        if optimizer is None or p.grad is None:
+            return
+        if self._members is None:
+            self._members = {id(member.parameter): member for member in optimizer.members()}
+        member = self._members.get(id(p))
+        if member is None:
             return
         if id(p) in self._taken:
             raise _second(p.shape)
@@ -151,16 +137,8 @@ class GradientRelease:
             self._waits_for_end = True
             call_when_backward_ends(self._end)
 
-    def _member(self, p: torch.Tensor) -> Member | None:
-        """A parameter as its optimizer has it; None where it is there no more."""
-        optimizer, place = self._optimizer(), self._places.get(id(p))
-        if optimizer is None or place is None:
-            return None
-        group = optimizer.param_groups[place.group]
-        return Member(p, group, place.index) if group["params"][place.in_group] is p else None
-
     def _end(self) -> None:
-        """End of a backward pass, or of one that re-entrant checkpointing makes inside it."""
+        """Callback at the end of a backward pass, also of an inner one by re-entrant checkpointing."""
         self._waits_for_end = False
         if self._pending:
             self._step_pending()
@@ -168,26 +146,26 @@ class GradientRelease:
     def _step_pending(self) -> None:
         pending, self._pending, self._elements = self._pending, [], 0
         optimizer = self._optimizer()
-        with torch.autocast(local_part(pending[0].parameter).device.type, enabled=False):  # as outside of a backward
+        with torch.autocast(local_part(pending[0].parameter).device.type, enabled=False):  # as outside of backward
             optimizer.make_steps(pending)
         for p, _, _ in pending:
             _drop(p)
         self._options = [_options(group) for group in optimizer.param_groups]
 
     def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Step pre-hook. Nobody sees a `DroppedGradient` during the step.
+        """Step pre-hook: hide each `DroppedGradient` during the step.
 
         Raises:
-            FP8BackendError: with a closure, with options that have changed since backward, with a gradient where
-                one was stepped with already, or without the gradient that was.
+            FP8BackendError: a closure, options changed since backward, a new gradient of a stepped parameter, or a
+                dropped gradient cleared before the step.
         """
-        if any(each is not None for each in (*args[1:], *kwargs.values())):  # args begins with the optimizer
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args begins with the optimizer
             raise FP8BackendError(
                 "gradient_release: step(closure) runs backward inside the step, and backward makes the steps here: "
                 "call loss.backward() and then optimizer.step(), or prepare with gradient_release=False"
             )
         for number, (before, group) in enumerate(zip(self._options, optimizer.param_groups, strict=False)):
-            now = _options(group)  # of further groups nobody was stepped
+            now = _options(group)  # groups added since have no steps
             if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
                 raise FP8BackendError(
                     f"gradient_release: {', '.join(changed)} of parameter group {number} changed between backward, "
@@ -200,7 +178,7 @@ class GradientRelease:
             if id(p) in stepped and not is_dropped(p.grad):
                 raise _second(p.shape)
         if len(stepped) > len(self._dropped):
-            self.begin_anew()
+            self.reset()
             raise FP8BackendError(
                 "gradient_release: gradients were cleared between backward, which has stepped with them, and step(): "
                 "no parameter can be left out of a step. Call zero_grad() after step(), freeze parameters with "
@@ -211,18 +189,20 @@ class GradientRelease:
 
 
 def release_gradients(optimizer: ScaledStates, parameters: Iterable[torch.Tensor]) -> None:
-    """Let an optimizer step these of its parameters inside backward. Repeating it adds parameters."""
+    """Let an optimizer step these parameters of its own inside backward. Further calls add parameters."""
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     release = next((owner for owner in owners if isinstance(owner, GradientRelease)), None)
     if release is None:
         release = GradientRelease(optimizer)
         optimizer.register_step_pre_hook(release.before_step)
-        optimizer.register_step_post_hook(release.begin_anew)
-    release.follow(parameters)
+        optimizer.register_step_post_hook(release.reset)
+    for p in parameters:
+        if p.requires_grad and not is_released(p):
+            p.register_post_accumulate_grad_hook(release)
 
 
 def is_released(p: torch.Tensor) -> bool:
-    """Whether an optimizer steps this parameter inside backward."""
+    """Return True if an optimizer steps this parameter inside backward."""
     return any(isinstance(hook, GradientRelease) for hook in (p._post_accumulate_grad_hooks or {}).values())
 
 
@@ -241,7 +221,7 @@ def _second(shape: Iterable[int]) -> FP8BackendError:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group, comparable without asking a device."""
+    """Return the options of a group, comparable without waiting for a device."""
     return {
         name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
         for name, value in group.items()

@@ -1,4 +1,4 @@
-"""Levels: how the weights of converted layers, their gradients and their Adam states are stored. O1 to O3 are MS-AMP's.
+"""Levels: the storage of converted layers' weights, their gradients and optimizer states. O1 to O3 are MS-AMP's.
 
 =====  ==============  =============  ===============  =======================
 level  weight          master         weight gradient  Adam states
@@ -9,10 +9,10 @@ O3     scaled E4M3     scaled FP16    scaled E4M3      scaled E4M3, FP16
 O4     scaled E4M3     residual INT8  scaled E4M3      E4M3, ROOT8, in blocks
 =====  ==============  =============  ===============  =======================
 
-At O4 weight and residual are one number of 16 bits in two planes (`formats.E4M11`).
+At O4, weight and residual are one 16-bit number in two planes (`formats.E4M11`).
 
-A weight changes inside its Parameter object. A gradient is stored in E4M3 as soon as it is complete, so that no second
-one is ever held in high precision. While microbatches accumulate, a gradient is FP32 and is rounded once at the end.
+A weight changes inside its Parameter object. A complete gradient becomes E4M3 at once, so that at most one is held in
+high precision. While microbatches accumulate, a gradient is FP32 and rounds once at the end.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from ..errors import FP8BackendError
 from ..numerics.formats import ROOT8
 from ..numerics.modules import owner_of, weight_name
 from ..numerics.parameter_swap import KeepsBelongings, refuse_if_held, swap
-from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize, quantize_pair, write_parts
-from ..numerics.sharded_tensor import (
+from ..numerics.scaled_tensor import (
+    SHARD,
+    ScaledTensor,
+    agree_on_scale,
     dequantize_shards,
-    is_distributed,
-    local_part,
-    placed_as,
-    quantize_pair_shards,
-    quantize_shards,
-    shard_groups,
-    with_local,
+    quantize,
+    quantize_pair,
+    write_parts,
 )
+from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -48,17 +47,17 @@ if TYPE_CHECKING:
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
 WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3}
-"""How the data of a weight are stored: what products read."""
+"""dtype of a weight's data, as products read them."""
 
 BLOCK = 128
-"""Elements of a state that share a scale, where it is stored in blocks."""
+"""Elements of a state with one scale, at O4."""
 
 LEVEL = "_fp8_level"
-"""Attribute of a module that has weights which are stored at a level: Parameter name -> level."""
+"""Attribute of a module with stored weights: Parameter name -> level."""
 
 
 class StateFormat(NamedTuple):
-    """How a state that has a number for each element is stored."""
+    """Storage of an elementwise optimizer state."""
 
     dtype: torch.dtype
     block_size: int = 0
@@ -75,50 +74,50 @@ STATE_FORMATS = {
 
 
 class StateRule(NamedTuple):
-    """How one optimizer stores its states. An optimizer says which of the formats a state has (`Declaration.roles`)."""
+    """Storage of one optimizer's states by role (`Declaration.roles`)."""
 
     level: str
     first_moment: StateFormat
-    """Of averages of gradients, which have signs: exp_avg, momentum_buffer."""
+    """Averages of gradients, with signs: exp_avg, momentum_buffer."""
     second_moment: StateFormat
-    """Of averages of squared gradients, which are not negative: exp_avg_sq."""
+    """Averages of squared gradients, not negative: exp_avg_sq."""
     rounding: str
     """"stochastic" or "nearest"."""
 
     @property
     def direction(self) -> StateFormat:
-        """Of averages of gradients that are made orthogonal, so that their smallest directions count as much as their
-        largest: in FP8 the noise of the rounding would be among these. Two bytes."""
+        """Averages of gradients before they are made orthogonal: small directions then count as much as large ones, and
+        FP8 rounding noise would be among them. Two bytes."""
         return self.first_moment if self.first_moment.dtype == FP32 else StateFormat(FP16)
 
 
 ROLES = ("first_moment", "second_moment", "direction")
-"""The attributes of `StateRule` that say how a state is stored."""
 
 
 def state_rule(recipe: Recipe) -> StateRule:
-    """How the optimizer of a resolved recipe stores its states."""
+    """Return the storage of optimizer states for a resolved recipe."""
     return StateRule(recipe.level, *STATE_FORMATS[recipe.level], recipe.rounding)
 
 
 def scale_bytes_per_element(recipe: Recipe) -> float:
-    """Bytes that the scales of blocks of optimizer states take for each element of a weight."""
-    if recipe.level == "O0":
-        return 0.0
-    rule = state_rule(recipe)
-    return sum(FP32.itemsize / each.block_size for each in (rule.first_moment, rule.second_moment) if each.block_size)
+    """Return the bytes of block scales of optimizer states for each element of a weight."""
+    blocks = [fmt.block_size for fmt in STATE_FORMATS.get(recipe.level, ()) if fmt.block_size]
+    return float(sum(FP32.itemsize / block for block in blocks))
+
+
+# Weights
 
 
 def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = False) -> None:
-    """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent. Of a
-    weight that ranks share by tensor parallelism, each stores its part, with a scale that they agree on: all call it.
+    """Store the `weight` of each layer at `level`, in place; ties, frozen flags and `.grad` stay. Idempotent. Under
+    tensor parallelism each rank stores its part, with a scale agreed on by all: all ranks call this.
 
     Args:
-        by_fsdp2: the weights that are DTensors are FSDP2's.
+        by_fsdp2: FSDP2 has sharded the weights that are DTensors.
 
     Raises:
-        FP8BackendError: something else holds on to a weight, or FSDP2 has sharded it already. The error names the
-            weight, and no weight has changed.
+        FP8BackendError: something else holds a weight, or FSDP2 has sharded it already. The error names the weight, and
+            no weight has changed.
     """
     weights = {weight_name(name, layer): layer.weight for name, layer in layers.items()}
     new = {name: weight for name, weight in weights.items() if not _is_stored(weight, level)}
@@ -131,27 +130,26 @@ def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = 
         refuse_if_held(weight, name)
     for name, weight in new.items():
         if not _is_stored(weight, level):  # it may be tied to a layer before this one
+            stored = quantize_weight(dequantize_shards(weight), level)
             if is_distributed(weight):
-                _hold(weight, quantize_weight_shards(dequantize_shards(weight), level))
-                cast_gradient(weight)
-                continue
-            values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
-            swap(weight, quantize_weight(values, level), name)
+                _hold(weight, stored)
+            else:
+                swap(weight, stored, name)
             cast_gradient(weight)
     for layer in layers.values():
         owner, part = owner_of(layer)
         owner.__dict__[LEVEL] = owner.__dict__.get(LEVEL, {}) | {part: level}
-        if owner is not layer:  # its class keeps nothing
+        if owner is not layer:  # its class does not keep hooks and attributes
             owner._apply = KeepsBelongings(owner)
         _add_gradient_hook(layer.weight)
         _add_state_dict_hooks(owner)
 
 
 def _hold(weight: torch.Tensor, shards: torch.Tensor) -> None:
-    """Let a DTensor have the local part of another that lies as it does. It stays the same object."""
+    """Replace the local part of a DTensor, which stays the same object."""
     weight._local_tensor = local = local_part(shards)
     if isinstance(local, ScaledTensor):
-        local.partial = False  # FSDP2 has not made it, and does not gather it
+        local.partial = False  # FSDP2 did not make it, and does not gather it
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
@@ -159,69 +157,48 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
     return isinstance(weight, ScaledTensor) and weight._data.dtype == WEIGHT[level]
 
 
-def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
-    """Plain values as a weight of that level, with its master at O3 and its residual at O4. Its rows lie in order, as
-    the optimizer's kernels want them, also where those of the values did not (a transposed, expanded or sliced
-    weight)."""
-    values = values.contiguous()
+def quantize_weight(values: torch.Tensor, level: str) -> torch.Tensor:
+    """Quantize plain values as a weight of a level, with its master at O3 and its residual at O4. The ranks of a
+    DTensor agree on the scales, so all of them call this.
+
+    Rows become contiguous, as the optimizer's kernels need them (for transposed, expanded or sliced weights).
+    """
+    values = values if is_distributed(values) else values.contiguous()
     if level == "O4":
-        return quantize_pair(values, values.dtype)
-    if level != "O3":
-        return quantize(values, WEIGHT[level], values.dtype)
-    master = quantize(values, FP16, values.dtype)
-    weight = quantize(master.dequantize(FP32), E4M3, master.dtype)  # as after every optimizer step
-    weight.master = master
-    return weight
-
-
-def quantize_weight_shards(values: torch.Tensor, level: str) -> torch.Tensor:
-    """`quantize_weight` for a DTensor. Its ranks agree on the scales, so all of them call it."""
-    if level == "O3":
-        master = quantize_shards(values, FP16)
-        weight = quantize_shards(dequantize_shards(master, FP32), E4M3, master.dtype)
+        weight = quantize_pair(values, values.dtype)
+    elif level == "O3":
+        master = quantize(values, FP16, values.dtype)
+        weight = quantize(dequantize_shards(master, FP32), E4M3, master.dtype)  # as after every optimizer step
         local_part(weight).master = local_part(master)
-        local_part(master).partial = SHARD
     else:
-        weight = quantize_pair_shards(values) if level == "O4" else quantize_shards(values, WEIGHT[level])
-    local_part(weight).partial = SHARD
+        weight = quantize(values, WEIGHT[level], values.dtype)
+    if is_distributed(values):
+        for part in (local_part(weight), local_part(weight).master):
+            if part is not None:
+                part.partial = SHARD
     return weight
 
 
 def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master or
-    residual. The ranks agree on the scales, so all of them call it."""
+    """Write plain values, a DTensor placed as `weight`, into the shards of `weight` and of its master or residual. The
+    ranks agree on the scales, so all of them call this."""
     local = local_part(weight.detach())
     local.stored.state_dict_copies.accept()
     local.settle()
     for target in (local.master, local):
         if target is not None:
             is_pair = target.residual is not None
-            shards = quantize_pair_shards(values) if is_pair else quantize_shards(values, target._data.dtype)
+            shards = quantize_pair(values) if is_pair else quantize(values, target._data.dtype)
             write_parts(target, local_part(shards))
             target.unagreed = False
             values = dequantize_shards(shards, FP32)
 
 
-def plain_weights(model: nn.Module) -> nn.Module:
-    """Give a prepared model plain weights in place of scaled ones. Its products stay in FP8. Returns the same module.
-
-    This is for a copy that something other than our optimizer writes to, such as an average of weights: steps of 1e-4
-    of a weight would be lost in scaled FP16.
-    """
-    for owner in model.modules():
-        for part in list(owner.__dict__.get(LEVEL, ())):
-            _make_plain(owner, part)
-    return model
-
-
 def make_plain(layer: nn.Module) -> None:
-    """Undo `store_weights` on one layer: it gets a plain weight with the values of this moment."""
-    _make_plain(*owner_of(layer))
-
-
-def _make_plain(owner: nn.Module, part: str) -> None:
+    """Undo `store_weights` on one layer: give it a plain weight with the present values."""
+    owner, part = owner_of(layer)
     weight = owner._parameters[part]
-    _unmark(owner, part)
+    unmark(layer)
     if is_distributed(weight) and not getattr(local_part(weight), "partial", True):
         _remove_gradient_hooks(weight)
         _hold(weight, dequantize_shards(weight))
@@ -235,17 +212,14 @@ def _make_plain(owner: nn.Module, part: str) -> None:
 
 
 def is_marked(layer: nn.Module) -> bool:
-    """Whether the weight of a converted layer is stored at a level."""
+    """Return True if a converted layer's weight is stored at a level."""
     owner, part = owner_of(layer)
     return part in owner.__dict__.get(LEVEL, ())
 
 
 def unmark(layer: nn.Module) -> None:
-    """Let a layer save and load its weight as it is. `store_weights` marks it again."""
-    _unmark(*owner_of(layer))
-
-
-def _unmark(owner: nn.Module, part: str) -> None:
+    """Let a layer save and load its weight unchanged. `store_weights` marks it again."""
+    owner, part = owner_of(layer)
     others = {name: level for name, level in owner.__dict__.pop(LEVEL, {}).items() if name != part}
     if others:
         owner.__dict__[LEVEL] = others
@@ -259,10 +233,10 @@ def _unmark(owner: nn.Module, part: str) -> None:
 
 
 class Arrivals:
-    """Tensor hook of a weight: notes the threads that are about to accumulate into its gradient.
+    """Tensor hook of a weight: note the threads about to accumulate into its gradient.
 
-    PyTorch locks the accumulation and runs hooks outside of the lock, so a thread could add to the very gradient that
-    another thread replaces. The last one to arrive replaces it.
+    PyTorch locks the accumulation and runs hooks outside of the lock, so one thread could add to a gradient that
+    another is replacing. The last one to arrive replaces it.
     """
 
     def __init__(self) -> None:
@@ -277,7 +251,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def leave(self) -> Iterator[bool]:
-        """Hold other threads back. Yields whether none of them is accumulating."""
+        """Hold other threads back. Yield True if none of them is accumulating."""
         with self.lock:
             self.threads -= {threading.get_ident()}
             self.threads &= sys._current_frames().keys()  # others may have died on their way
@@ -285,38 +259,38 @@ class Arrivals:
 
 
 def cast_gradient(weight: torch.Tensor) -> None:
-    """Post-accumulate-grad hook of a weight: stores a gradient in E4M3 when it has just become complete.
+    """Post-accumulate-grad hook of a weight: store a gradient in E4M3 once it is complete.
 
-    A gradient that a further microbatch was added to is FP32 inside, and stays so until `finish_accumulation`.
+    After the second microbatch a gradient is FP32 inside, until `finish_accumulation`.
     """
     arrivals = next((hook for hook in (weight._backward_hooks or {}).values() if isinstance(hook, Arrivals)), None)
     with contextlib.nullcontext(True) if arrivals is None else arrivals.leave() as is_complete:
         gradient = weight.grad
         if is_complete and gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
             gradient = placed_as(weight, gradient)
-            # a shard of a gradient has a scale of its own: each rank steps only its own rows
+            # a shard of a gradient has its own scale: each rank steps only its own rows
             quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
             quantized.accumulates = True
             weight.grad = with_local(gradient, quantized)
 
 
 def cast_equal_gradient(weight: torch.Tensor) -> None:
-    """`cast_gradient` of a weight that several ranks hold whole, and whose gradient they compute alike."""
+    """`cast_gradient` for a whole weight on several ranks with equal gradients."""
     cast_gradient(weight)
 
 
 def expect_equal_gradients(model: nn.Module) -> None:
-    """Say that the ranks compute the gradients of whole scaled weights alike, as those of tensor parallelism do, which
-    see the same batch. Repeating it does nothing."""
+    """Declare equal gradients of whole scaled weights on all ranks, as under tensor parallelism with one batch.
+    Idempotent."""
     for weight in model.parameters():
         if isinstance(weight, ScaledTensor) and weight.requires_grad:
             swap_gradient_hook(weight, cast_equal_gradient)
 
 
 def _add_gradient_hook(weight: torch.Tensor) -> None:
-    """Let a weight's gradient be stored in E4M3. Repeating it does nothing."""
+    """Let a weight's gradient be stored in E4M3. Idempotent."""
     if getattr(weight, "partial", False):
-        return  # FSDP2 has gathered this weight: its gradient is reduced first, and becomes that of the shard
+        return  # gathered by FSDP2: its gradient is reduced first, and becomes the shard's
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.requires_grad and not any(map(_is_gradient_hook, hooks.values())):
         weight.register_post_accumulate_grad_hook(cast_gradient)
@@ -324,8 +298,8 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Put `hook` in the place of the hook that stores a weight's complete gradient in E4M3. `hook` is
-    `cast_equal_gradient`, or takes the gradient to other ranks and stores the average, with an attribute `reduces`."""
+    """Replace the hook that stores a weight's gradient in E4M3 by `cast_equal_gradient`, or by one with an attribute
+    `reduces` that averages over ranks and stores the result."""
     _remove_gradient_hooks(weight)
     weight.register_post_accumulate_grad_hook(hook)
 
@@ -341,17 +315,17 @@ def _is_gradient_hook(hook: Callable) -> bool:
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
-    """Cast gradients that microbatches accumulated in FP32 to E4M3, once they are complete."""
+    """Cast complete gradients of several microbatches from FP32 to E4M3."""
     for parameter in parameters:
         if parameter.grad is not None and isinstance(local_part(parameter.grad), ScaledTensor):
             local_part(parameter.grad).finish_accumulation()
 
 
-# State dicts hold plain weights: hooks of a module dequantize what it saves and quantize what it loads
+# State dicts hold plain weights: module hooks dequantize saved weights and quantize loaded ones
 
 
 def _add_state_dict_hooks(module: nn.Module) -> None:
-    """Put the hooks behind all that are there: a hook that turns gathered weights back into shards runs first."""
+    """Put the hooks behind all others: a hook that turns gathered weights back into shards runs first."""
     _remove_state_dict_hooks(module)
     module.register_state_dict_post_hook(export_plain)
     module.register_load_state_dict_pre_hook(load_into_shards)
@@ -359,15 +333,15 @@ def _add_state_dict_hooks(module: nn.Module) -> None:
 
 
 def _remove_state_dict_hooks(module: nn.Module) -> None:
+    ours = (export_plain, load_into_shards, quantize_assigned)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        # PyTorch wraps hooks that run before loading, and has the hook itself in `hook`
-        ours = (export_plain, load_into_shards, quantize_assigned)
+        # PyTorch wraps pre-hooks, with the original in `hook`
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
             del hooks[key]
 
 
 def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook of a module: saves its weights as plain tensors, with all the precision that is stored."""
+    """State-dict hook of a module: save its weights as plain tensors in full precision."""
     for name in module._parameters:
         weight = state_dict.get(f"{prefix}{name}")
         if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
@@ -379,8 +353,8 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
 
 
 def export_ties(root: nn.Module) -> None:
-    """Let modules of other kinds that have a stored weight too, such as an embedding or a head that is tied to a
-    layer, save it as a plain tensor. Repeating it does nothing."""
+    """Let other modules with a stored weight, such as an embedding or a head tied to a layer, save it as a plain
+    tensor. Idempotent."""
     stored = {id(weight) for module in root.modules() for weight, _ in _stored_weights(module).values()}
     for module in root.modules():
         if LEVEL not in module.__dict__ and not stored.isdisjoint(map(id, module._parameters.values())):
@@ -396,36 +370,33 @@ def forget_ties(root: nn.Module) -> None:
 
 
 def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
-    """The weights of a module that are stored at a level, each with it, by their names."""
+    """Return a module's stored weights and their levels, by name."""
     return {part: (module._parameters[part], level) for part, level in module.__dict__.get(LEVEL, {}).items()}
 
 
 def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Hook that runs before a module whose weights are sharded is loaded: it quantizes plain shards with a scale that
-    the ranks agree on. PyTorch's own copy into the shards would choose a scale for each."""
+    """Load pre-hook of a module with sharded weights: quantize plain shards with a scale agreed on by the ranks.
+    PyTorch's own copy into the shards would choose a scale for each."""
     for part, (weight, level) in _stored_weights(module).items():
-        new = state_dict.get(f"{prefix}{part}")
-        if is_distributed(weight) and is_distributed(new) and new.shape == weight.shape:  # else PyTorch says what is
-            _load_into_shards(weight, level, new, state_dict, f"{prefix}{part}")
-
-
-def _load_into_shards(weight: torch.Tensor, level: str, new: torch.Tensor, state_dict: dict, name: str) -> None:
-    local = local_part(new)
-    if isinstance(local, ScaledTensor):
-        if local.unagreed:  # `set_model_state_dict` has copied what it broadcast into the shards themselves
-            agree_on_scale(local, shard_groups(new))
-        return
-    new = new.redistribute(weight.device_mesh, weight.placements).to(weight.dtype)
-    if local_part(weight.detach()).is_meta:
-        state_dict[name] = quantize_weight_shards(new, level)
-    else:
-        write_weight_shards(weight, new)  # FSDP2 knows these shards
-        state_dict[name] = weight
+        name = f"{prefix}{part}"
+        new = state_dict.get(name)
+        if not (is_distributed(weight) and is_distributed(new) and new.shape == weight.shape):
+            continue  # PyTorch reports a mismatch
+        local = local_part(new)
+        if isinstance(local, ScaledTensor):
+            if local.unagreed:  # `set_model_state_dict` has broadcast into the shards themselves
+                agree_on_scale(local, shard_groups(new))
+            continue
+        new = new.redistribute(weight.device_mesh, weight.placements).to(weight.dtype)
+        if local_part(weight.detach()).is_meta:
+            state_dict[name] = quantize_weight(new, level)
+        else:
+            write_weight_shards(weight, new)  # FSDP2 knows these shards
+            state_dict[name] = weight
 
 
 def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
-    """Hook that runs after a module was loaded: `load_state_dict(assign=True)` has put new, plain Parameters in the
-    place of scaled ones."""
+    """Load post-hook of a module: quantize the plain Parameters of `load_state_dict(assign=True)`."""
     for part, (weight, level) in _stored_weights(module).items():
         if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
             swap(weight, quantize_weight(weight.detach(), level), part)
@@ -436,8 +407,7 @@ def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
 
 
 def watch_shards(model: nn.Module) -> None:
-    """Store the gradients of shards as those of whole weights before them: `fully_shard` has made new Parameters, which
-    have no hooks. Repeating it does nothing."""
+    """Add hooks to the new Parameters of `fully_shard`, so that gradients of shards are stored in E4M3. Idempotent."""
     owners = [module for module in model.modules() if LEVEL in module.__dict__]
     for owner in owners:
         for weight, _ in _stored_weights(owner).values():
@@ -452,10 +422,10 @@ def watch_shards(model: nn.Module) -> None:
 
 
 def copy_gradient(parameter: torch.Tensor) -> None:
-    """Post-accumulate-grad hook of a small sharded parameter: gives its gradient memory of its own.
+    """Post-accumulate-grad hook of a small sharded parameter: give its gradient memory of its own.
 
-    FSDP2 hands out views of the buffer that it has reduced. The FP32 gradient of a bias would keep the whole buffer
-    alive, although the weights in it have E4M3 gradients by now.
+    FSDP2's gradients are views of its reduction buffer: the FP32 gradient of a bias would keep the whole buffer alive,
+    after the weights' gradients have become E4M3.
     """
     local = local_part(parameter.grad)
     if local.untyped_storage().nbytes() > 2 * local.nbytes:

@@ -1,7 +1,7 @@
-"""Handing over to the original MS-AMP package, where somebody still has it.
+"""Use the original MS-AMP package (`implementation="original"`).
 
 It needs PyTorch 2.1, a patched NCCL and a build from source, and no package index carries it. It changes PyTorch for
-the whole process, makes new objects of model and optimizer, and what it trained is not counted or audited.
+the whole process and returns new model and optimizer objects; its training is not counted or audited.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ UNREADABLE = (
     *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func"),
     *("gradient_comm", "guard", "saved_activations"),
 )
-"""Fields that the original has no equivalent of."""
+"""Fields without an equivalent in the original."""
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `RecipeError` for what the original cannot do, `BackendUnavailableError` where it is not installed."""
+    """Raise `RecipeError` for unsupported fields, `BackendUnavailableError` if the package is not installed."""
     if recipe.level not in ("O1", "O2"):
         raise RecipeError(
             f"implementation='original': msamp.initialize takes O1 and O2, not {recipe.level}; "
@@ -43,7 +43,7 @@ def check(recipe: Recipe) -> None:
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple:
-    """`msamp.initialize` on these objects; new ones come back."""
+    """Return the new objects from `msamp.initialize`."""
     check(recipe)
     if optimizer is None:
         raise RecipeError("implementation='original': msamp.initialize wants model and optimizer together")

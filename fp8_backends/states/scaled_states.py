@@ -1,11 +1,11 @@
-"""An optimizer whose states are stored as a level says: all that does not depend on its formula.
+"""Optimizers with states stored at a level: everything but their formulas.
 
-`ScaledStates` stands in front of a stock class of `torch.optim`: the same object, with its groups, options, hooks,
-schedulers and state. A class of it declares what its states are (`Declaration`), and makes the steps of plain and of
-scaled parameters; `optimizers.py` has the table of these classes, and converts.
+`ScaledStates` is a base class in front of a stock class of `torch.optim`: the object keeps its groups, options, hooks,
+schedulers and state. A subclass declares its states (`Declaration`) and makes the steps of plain and of scaled
+parameters; `optimizers.py` converts.
 
-On several ranks a step works on what lies there (`LocalView`): its shards under FSDP2, with scales that the ranks agree
-on (`sharding.py`); all weights under DDP, but at O3 and O4 those that this rank owns.
+On several ranks a step works on the local part of each parameter (`LocalView`): shards under FSDP2, with scales agreed
+on by the ranks (`sharding.py`); whole weights under DDP, at O3 and O4 those of this rank.
 """
 
 from __future__ import annotations
@@ -23,32 +23,37 @@ from ..numerics.kernels.adam import Slot
 from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
-from . import checkpoint, checks, sharding
+from . import checkpoint, sharding
 from .levels import StateRule, cast_equal_gradient, finish_accumulation
 
 MIN_SCALED_STATES = 4096
-"""A plain parameter with fewer elements keeps FP32 states: norms and biases weigh nothing and are sensitive."""
+"""Smaller plain parameters keep FP32 states: norms and biases take little memory and are sensitive."""
 
 
 class Declaration(NamedTuple):
-    """What a converted optimizer says of its stock class."""
+    """Properties of a stock optimizer class."""
 
     stock: type[torch.optim.Optimizer]
-    """The class whose objects are converted; subclasses of it are others."""
+    """The class of converted objects, without subclasses."""
     roles: Mapping[str, str]
-    """Name of a state that has a number for each element -> the one of `ROLES` that says how it is stored."""
+    """Name of an elementwise state -> its storage, one of `ROLES`."""
     ranges: Mapping[str, Range]
-    """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
+    """Option -> allowed numbers in a checkpoint; every other number must be finite."""
     refused: tuple[str, ...] = ()
-    """Options that scaled weights and states do not take."""
+    """Options that scaled weights and states do not support."""
     counts: bool = True
-    """Whether the stock class counts a parameter's steps in a state `step`; here each optimizer does."""
+    """The stock class counts a parameter's steps in a state `step`; here every optimizer does."""
     elementwise: bool = True
-    """Whether the step of an element needs no other: parts of a parameter can be stepped one by one."""
+    """Elements step independently, so a parameter can be stepped in parts."""
     has_states: Callable[[Mapping[str, Any]], bool] = lambda group: True
-    """Whether parameters of a group with these options have the states that `roles` names."""
+    """Returns True if parameters of a group with these options have the states in `roles`."""
     exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
-    """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
+    """Returns the shapes of further states of a parameter: small ones, in FP32, and whole on each rank."""
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise `FP8BackendError` for refused options."""
+        if given := [option for option in self.refused if group.get(option)]:
+            raise FP8BackendError(f"{given[0]}=True is not supported with scaled weights and states: leave it out")
 
 
 class Member(NamedTuple):
@@ -61,62 +66,64 @@ class Member(NamedTuple):
 
 
 class LocalView(NamedTuple):
-    """This rank's part of a parameter that takes part in a step."""
+    """This rank's part of a parameter in a step."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
     index: int
     """As in `Member`."""
     weight: torch.Tensor
-    """What the step reads and writes: a plain tensor, a `ScaledTensor`, or the master of one."""
+    """Read and written by the step: a plain tensor, a `ScaledTensor`, or the master of one."""
     copy: ScaledTensor | None
-    """The weight in E4M3 that is made of its master."""
+    """The E4M3 weight of a master."""
     gradient: torch.Tensor
-    is_shard: bool
-    """Whether the parameter is a DTensor, of which other ranks have other elements."""
     first: int
     """Index of the first element in the whole parameter."""
     finite: torch.Tensor | None = None
-    """Whether the gradient is finite on all ranks, where it is a shard; bool, 0-dim."""
+    """For a shard, whether its gradient is finite on all ranks; bool, 0-dim."""
+
+    @property
+    def is_shard(self) -> bool:
+        return is_distributed(self.parameter)
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
-    """This rank's part of a parameter that has a gradient.
+    """Return this rank's part of a parameter with a gradient.
 
     Raises:
-        FP8BackendError: the master of a weight lies on another rank.
+        FP8BackendError: another rank has the master of a weight.
     """
-    weight, copy, is_shard = local_part(p), None, is_distributed(p)
+    weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
-    if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # somebody has put a view of another there
+    if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # a view of another gradient was assigned
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
         if weight.elsewhere is not None:
-            weight.exact()  # a copied model's weight whose master another rank owns: this raises and says what to do
+            weight.exact()  # in a copied model, without its owners: raise
         if weight.master is not None:
             weight, copy = weight.master, weight
-    first = sharding.first_element(p) if is_shard else 0
-    return LocalView(p, group, index, weight, copy, gradient, is_shard, first)
+    first = sharding.first_element(p) if is_distributed(p) else 0
+    return LocalView(p, group, index, weight, copy, gradient, first)
 
 
 class ScaledStates:
-    """The step, the states and the state dicts of a converted optimizer. A class of one stands in front of its stock
-    class, has its `Declaration`, and defines `_step_plain` and `_step_scaled`."""
+    """Step, states and state dicts of a converted optimizer: base class in front of a stock class, with its
+    `Declaration`. Subclasses define `_step_plain` and `_step_scaled`."""
 
     fp8_declared: Declaration
     fp8_states: StateRule
-    fp8_owners: sharding.Owners | None = None
-    """Which ranks keep the states of which parameters, where not every rank keeps all."""
+    fp8_owners: Any = None
+    """The `comm.zero.SharedOut` that assigns states to ranks; None if every rank has all."""
     fp8_whole: bool = False
-    """Whether the states of all parameters are here for a while, although other ranks own them."""
+    """All states are on this rank for a while."""
     fp8_unread: bool = False
-    """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
+    """Values in this rank's state dicts are not read for a while: return placeholders."""
     fp8_checked: bool = False
-    """Whether the state dict that comes next was looked at already, in the file that it is loaded from."""
+    """The next state dict was checked already, in its file."""
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Make one step, as the stock class does. A gradient that holds an inf or a NaN counts as zero."""
+        """Make one step like the stock class. A gradient with an inf or a NaN counts as zero."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,13 +134,13 @@ class ScaledStates:
         return loss
 
     def members(self) -> list[Member]:
-        """All parameters, in order."""
+        """Return all parameters, in order."""
         in_order = ((group, p) for group in self.param_groups for p in group["params"])
         return [Member(p, group, index) for index, (group, p) in enumerate(in_order)]
 
     @torch.no_grad()
     def make_steps(self, members: Sequence[Member]) -> None:
-        """Make the steps of those of these parameters that have a gradient, on this rank."""
+        """Step the parameters with a gradient, on this rank."""
         refuse_gradients_that_stay(member.parameter for member in members)
         views = self._views(members)
         plain, scaled = [], []
@@ -148,18 +155,18 @@ class ScaledStates:
             self._step_scaled(scaled)
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
-        """Make the steps of parameters of one group about which nothing is scaled or rounded, with PyTorch's own
-        arithmetic and implementations. Their gradients are finite."""
+        """Step plain parameters of one group with plain states, with PyTorch's implementations. Their gradients are
+        finite."""
         raise NotImplementedError
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
-        """Make the steps of parameters that are rounded, or whose states are, all together."""
+        """Step all scaled parameters, and parameters with scaled states, together."""
         raise NotImplementedError
 
     def _views(self, members: Sequence[Member]) -> list[LocalView]:
-        """This rank's part of those of these parameters whose steps it makes now."""
+        """Return this rank's part of the parameters that it steps now."""
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared.refused)
+            self.fp8_declared.check_options(group)
         views = []
         for p, group, index in members:
             if p.grad is not None and p.grad.is_sparse:
@@ -172,52 +179,55 @@ class ScaledStates:
         if any(view.is_shard for view in views):
             gradients = [slot_of(view.gradient) for view in views]
             finite = sharding.finite_everywhere(gradients, [view.parameter for view in views])
-            views = [view._replace(finite=known) for view, known in zip(views, finite, strict=True)]
+            views = [view._replace(finite=flag) for view, flag in zip(views, finite, strict=True)]
         return views
 
     def owns(self, p: torch.Tensor) -> bool:
-        """Whether this rank keeps the states of `p` and makes its steps."""
+        """Return True if this rank keeps the states of `p` and steps it."""
         return self.fp8_owners is None or self.fp8_owners.owns(p)
 
     def roles_of(self, group: Mapping[str, Any]) -> Mapping[str, str]:
-        """`Declaration.roles` of the states that parameters of a group have."""
+        """Return `Declaration.roles` if parameters of this group have such states."""
         return self.fp8_declared.roles if self.fp8_declared.has_states(group) else {}
 
     def _is_plain(self, group: Mapping[str, Any], p: torch.Tensor) -> bool:
-        """Whether PyTorch's own step serves: nothing about the parameter or its states is scaled or rounded."""
+        """Return True if neither the parameter nor its states are scaled: PyTorch's own step applies."""
         if p.is_complex() or p.dtype == torch.float64:
             return True
         rounded = any(self.moment_format(p, name)[0] != torch.float32 for name in self.roles_of(group))
         return not (rounded or _is_scaled(p)) and p.dtype == torch.float32
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
-        """The parameter's state. It is filled before the first step."""
+        """Return the parameter's state, filled before the first step."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = self.new_counter(group, p)
         for name in self.roles_of(group):
             if name not in state:
-                dtype, block_size = self.moment_format(p, name)
-                scaled = dtype in FORMAT_OF
-                local = local_part(p)
-                zeros = torch.zeros(local.shape, dtype=torch.float32 if scaled else dtype, device=local.device)
-                if scaled:
-                    zeros = quantize(zeros, dtype, block_size=block_size)
-                    zeros.partial, zeros.is_state = is_distributed(p), True
-                state[name] = with_local(p, zeros)
+                state[name] = with_local(p, self.new_moment(p, name, local_part(p).device))
         for name, shape in self.fp8_declared.exact_states(p.shape).items():
             if name not in state:
                 state[name] = torch.zeros(shape, dtype=torch.float32, device=local_part(p).device)
         self.show_master(p)
         return state
 
+    def new_moment(self, p: torch.Tensor, name: str, device: torch.device | str) -> torch.Tensor:
+        """Return zeros for the local part of a declared state of `p`."""
+        dtype, block_size = self.moment_format(p, name)
+        scaled = dtype in FORMAT_OF
+        zeros = torch.zeros(local_part(p).shape, dtype=torch.float32 if scaled else dtype, device=device)
+        if scaled:
+            zeros = quantize(zeros, dtype, block_size=block_size)
+            zeros.partial, zeros.is_state = is_distributed(p), True
+        return zeros
+
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-        """A step counter of 0, where PyTorch has it."""
+        """Return a step counter of 0 on PyTorch's device for it."""
         on_device = group.get("capturable") or group.get("fused")
         return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
 
     def moment_format(self, p: torch.Tensor, name: str) -> tuple[torch.dtype, int]:
-        """(dtype, block size) in which a state of `p` is stored: one of those that are declared."""
+        """Return (dtype, block size) of a declared state of `p`."""
         if p.is_complex() or p.dtype == torch.float64:
             return p.dtype, 0
         if not _is_scaled(p) and p.numel() < MIN_SCALED_STATES:
@@ -225,13 +235,13 @@ class ScaledStates:
         return getattr(self.fp8_states, self.fp8_declared.roles[name])
 
     def show_master(self, p: torch.Tensor) -> None:
-        """Put the master of a weight into its state, where audits and checkpoints see it."""
+        """Put the master of a weight into its state, for audits and checkpoints."""
         master = getattr(local_part(p), "master", None)
         if master is not None:
             self.state[p][checkpoint.MASTER] = with_local(p, master)
 
     def forget_others(self) -> None:
-        """Drop the states of parameters that other ranks own."""
+        """Drop the states of other ranks' parameters."""
         for p in [p for p in self.state if not self.owns(p)]:
             del self.state[p]
 
@@ -239,11 +249,11 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state dict, with scaled states as plain values: BF16 or FP32 ones on the CPU, those of DTensors as
-        DTensors of FP32.
+        """Return PyTorch's state dict with plain values for scaled states: BF16 or FP32 on the CPU, for DTensors FP32
+        DTensors.
 
         Raises:
-            FP8BackendError: other ranks own some of the states, and `whole_states` is not entered.
+            FP8BackendError: other ranks own some of the states, outside of `whole_states`.
         """
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
@@ -256,43 +266,42 @@ class ScaledStates:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of any level or of the stock class, by value. Group dictionaries are updated in place, so
-        that schedulers keep acting on them.
+        that schedulers keep their references.
 
         Raises:
-            FP8BackendError: training could not go on from it (`checks.check_states`). Nothing has changed then.
+            FP8BackendError: `checkpoint.check_states` rejects it. Nothing has changed then.
         """
         if not self.fp8_checked:
-            checks.check_states(self, state_dict)
+            checkpoint.check_states(self, state_dict)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
-        """The share, 0 to 1, of the next update that the rounding of weights would lose; None where that is not known
-        before the step."""
+        """Return the share, 0 to 1, of the next update that rounding the weights would lose; None if unknown before the
+        step."""
         return None
 
 
 def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `FP8BackendError` where the gradient of a scaled weight is this rank's own, though it trains together with
-    others: the ranks would drift apart.
+    """Raise `FP8BackendError` if the gradient of a scaled weight is not reduced over the ranks: they would drift apart.
 
-    Gradients travel under FSDP2, whose parameters are DTensors, and by a hook of the parameter that says `reduces`.
-    They need not where a hook says that the ranks compute them alike.
+    FSDP2 reduces gradients of its DTensors, and hooks with the attribute `reduces` those of whole weights. Ranks with
+    `cast_equal_gradient` compute equal gradients.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
-    alone = []
+    unreduced = []
     for p in parameters:
         hooks = (p._post_accumulate_grad_hooks or {}).values()
         settled = any(hook is cast_equal_gradient or getattr(hook, "reduces", False) for hook in hooks)
         if type(p) is ScaledTensor and p.grad is not None and not settled:
-            alone.append(p)
-    if alone:
-        shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))
+            unreduced.append(p)
+    if unreduced:
+        shapes = ", ".join(sorted({str(tuple(p.shape)) for p in unreduced}))
         raise FP8BackendError(
-            f"the gradients of {counted(len(alone), 'scaled weight')} of shape {shapes} do not travel between ranks "
-            f"and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients "
-            f"are reduced; or, where other ranks have other weights (a pipeline), shard the model with fully_shard "
-            f"over the ranks that have these"
+            f"the gradients of {counted(len(unreduced), 'scaled weight')} of shape {shapes} do not travel between "
+            f"ranks and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its "
+            f"gradients are reduced; or, where other ranks have other weights (a pipeline), shard the model with "
+            f"fully_shard over the ranks that have these"
         )
 
 
@@ -301,7 +310,7 @@ def _is_scaled(p: torch.Tensor) -> bool:
 
 
 def slot_of(tensor: torch.Tensor) -> Slot:
-    """This rank's part of a tensor, as a step reads and writes it."""
+    """Return this rank's part of a tensor for a step."""
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         tensor.settle()
@@ -310,7 +319,7 @@ def slot_of(tensor: torch.Tensor) -> Slot:
 
 
 def _zero_what_is_not_finite(views: Sequence[LocalView]) -> None:
-    """Set a gradient that holds an inf or a NaN to zero, in place and without asking the device."""
+    """Set gradients with an inf or a NaN to zero, in place and without waiting for the device."""
     spoiled = {i: ~view.finite for i, view in enumerate(views) if view.finite is not None}
     unknown: dict[torch.device, list[int]] = {}
     for i in range(len(views)):

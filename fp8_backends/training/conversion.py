@@ -21,8 +21,7 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.forwards import follows_class
-from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from ..recipes.comparison import differences
 from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded

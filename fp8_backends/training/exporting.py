@@ -16,9 +16,9 @@ from ..compute.conv1d import is_conv1d
 from ..compute.fields import check_known
 from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import check_is_module, plain_name
-from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards
 from ..numerics.scaling import Quantized
-from ..numerics.sharded_tensor import dequantize_shards, is_distributed
+from ..numerics.sharded_tensor import is_distributed
 from ..words import counted, listed
 from . import checkpoint_formats, quantized_layers
 from .checkpoint_formats import FITS_INTO, FORMATS, IN_WORDS, CheckpointFormat

@@ -22,8 +22,7 @@ from ..compute import expert_functions
 from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.expert_functions import ExpertWeight
 from ..numerics.block_codes import BlockCodes
-from ..numerics.forwards import forward_obstacle
-from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, plain_name
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, forward_obstacle, plain_name
 from ..numerics.sharded_tensor import full_shape
 from . import quantized_layers
 

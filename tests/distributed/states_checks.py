@@ -1,4 +1,4 @@
-"""Optimizers on several ranks: what they compute, keep, save and load, against one rank that has everything."""
+"""Optimizers on several ranks against one rank: steps, storage, saving and loading."""
 
 import contextlib
 import copy
@@ -33,7 +33,7 @@ from fp8_backends.comm import zero
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
-from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight, quantize_weight_shards
+from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight
 from fp8_backends.states.optimizers import convert
 
 SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
@@ -41,15 +41,12 @@ PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm
 """Rows of 128: a block lies on one rank, and is the same one there as on one rank alone."""
 
 
-def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
-    first_moment, second_moment = STATE_FORMATS[level]
-    if block:
-        first_moment = first_moment._replace(block_size=block)
-    return StateRule(level, first_moment, second_moment, rounding)
+def rule(level: str, rounding: str = "stochastic") -> StateRule:
+    return StateRule(level, *STATE_FORMATS[level], rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
-    """Normal values in rows that differ in size, so that every rank sees another amax."""
+    """Return normal values with rows of different sizes, so that every rank sees another amax."""
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
     return normal * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
@@ -69,7 +66,7 @@ def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn
 
 
 class Reduces:
-    """In place of what takes gradients to other ranks: the tests give all ranks the same ones."""
+    """Replaces gradient reduction: the tests give all ranks the same gradients."""
 
     reduces = True
 
@@ -80,7 +77,7 @@ class Reduces:
 def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
     lies = lies or over_all_ranks()
     shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
-    scaled = [nn.Parameter(quantize_weight_shards(each, level)) for each in shards]
+    scaled = [nn.Parameter(quantize_weight(each, level)) for each in shards]
     parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
     return parameters, adam(parameters, states, cls)
 
@@ -99,7 +96,7 @@ def shard(whole: torch.Tensor, mesh, placements) -> DTensor:
 
 
 def step(parameters: list[nn.Parameter], optimizer, seed: int, bad: float | None = None) -> None:
-    """One step with the same gradients on every rank; with a number that is not finite in the last row of the first."""
+    """Make one step with the same gradients on every rank; `bad` goes into the last row of the first."""
     for i, p in enumerate(parameters):
         gradient = values(tuple(p.shape), 100 * seed + i)
         if bad is not None and i in (0, 3):
@@ -125,34 +122,25 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(ours: tuple, theirs: tuple) -> None:
-    """(parameters, optimizer) twice: weights, masters and states equal to the bit, as values."""
-    for i, (p, q) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        assert torch.equal(whole(p), whole(q)), f"weight {i}"
-        a, b = ours[1].state[p], theirs[1].state[q]
-        assert a.keys() == b.keys(), (a.keys(), b.keys())
-        for name in a:
-            assert torch.equal(whole(a[name]), whole(b[name])), f"{name} of {i}"
+    """Weights, masters and states of two (parameters, optimizer) are equal to the bit, as values."""
+    assert all(torch.equal(whole(p), whole(q)) for p, q in zip(ours[0], theirs[0], strict=True))
+    assert_same_states(ours, theirs)
 
 
-def check_shards_step_as_one_rank_does():
-    for level in STATE_FORMATS:
-        for rounding in ("nearest", "stochastic")[level not in ("O2", "O4") :]:
-            states = rule(level, rounding)
-            ours, reference = sharded(level, states), alone(level, states)
-            hybrid = sharded(level, states, lies=over_half_of_the_ranks())
-            for seed in range(4):
-                for each in (ours, hybrid, reference):
-                    step(*each, seed)
-            assert_same(ours, reference)
-            assert_same(hybrid, reference)
-            for p in ours[0][:3]:
-                scales = [torch.empty(()) for _ in range(dist.get_world_size())]
-                dist.all_gather(scales, local_part(p)._scale_inv)
-                assert all(torch.equal(scale, scales[0]) for scale in scales)
+def same_on_all_ranks(tensor: torch.Tensor) -> bool:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, tensor)
+    return all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def shared_folder() -> str:
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return folders[0]
 
 
 def other_optimizers() -> dict[str, Callable]:
-    """By name what makes each of the optimizers whose steps are PyTorch's. Muon takes matrices alone."""
+    """Return constructors of the optimizers with PyTorch's steps. Muon supports only matrices."""
     return {
         "sgd": lambda p, lr, weight_decay: torch.optim.SGD(p, lr, 0.9, weight_decay=weight_decay, nesterov=True),
         "muon": lambda p, lr, weight_decay: torch.optim.Muon([q for q in p if q.dim() == 2], lr, weight_decay),
@@ -161,52 +149,53 @@ def other_optimizers() -> dict[str, Callable]:
 
 
 def held(pair: tuple) -> tuple:
-    """The parameters that the optimizer holds, and the optimizer."""
+    """Return the optimizer's parameters, and the optimizer."""
     return [p for group in pair[1].param_groups for p in group["params"]], pair[1]
 
 
-def check_other_optimizers_step_shards_as_one_rank_does():
-    """Elementwise on what lies on a rank; Muon and Adafactor on gathered matrices, of which each keeps its rows."""
-    level, states = "O3", rule("O3")
-    for name, make in other_optimizers().items():
+def check_shards_step_save_and_load_as_one_rank_does():
+    """A number that is not finite in one rank's rows makes the whole gradient zero. Muon and Adafactor gather matrices,
+    and each rank keeps its rows."""
+    kinds = [(level, "stochastic", torch.optim.AdamW) for level in STATE_FORMATS]
+    kinds += [(level, "nearest", torch.optim.AdamW) for level in ("O2", "O4")]
+    kinds += [("O3", "stochastic", make) for make in other_optimizers().values()]
+    for level, rounding, make in kinds:
+        states = rule(level, rounding)
         ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
         hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
-        for seed in range(3):
-            for each in (ours, hybrid, reference):
-                step(*each, seed, bad=float("nan") if seed == 1 else None)
+        for seed, bad in enumerate((None, float("nan"), float("inf"))):
+            for pair in (ours, hybrid, reference):
+                step(*pair, seed, bad)
         assert_same(ours, reference)
         assert_same(hybrid, reference)
-        back = held(alone(level, states, make))
-        back[1].load_state_dict(ours[1].state_dict())
-        theirs = held(sharded(level, states, make))
-        theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-        through_files = held(sharded(level, states, make))
-        save_and_load(ours, through_files)
-        for pair in (back, theirs, through_files):
-            for p, q in zip(pair[0], reference[0], strict=True):
-                a, b = pair[1].state[p], reference[1].state[q]
-                assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
-
-
-def check_blocks_of_shards_step_as_one_rank_does():
-    states = rule("O2", block=128)
-    ours, reference = sharded("O2", states), alone("O2", states)
-    for seed in range(3):
-        step(*ours, seed)
-        step(*reference, seed)
-    assert torch.equal(whole(ours[0][2]), whole(reference[0][2]))  # rows of 128: the blocks are the same
-    assert ours[1].state[ours[0][2]]["exp_avg"]._local_tensor.block_size == 128
-
-
-def check_a_gradient_that_is_not_finite_on_one_rank_counts_as_zero_on_all():
-    for bad in (float("inf"), float("nan")):
-        states = rule("O2")
-        ours, reference = sharded("O2", states), alone("O2", states)
-        for seed, number in ((0, None), (1, bad), (2, None)):
-            step(*ours, seed, number)
-            step(*reference, seed, number)
-        assert_same(ours, reference)
         assert all(torch.isfinite(whole(p)).all() for p in ours[0])
+        assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in ours[0] if hasattr(local_part(p), "_scale_inv"))
+
+        back, theirs = held(alone(level, states, make)), held(sharded(level, states, make))
+        back[1].load_state_dict(ours[1].state_dict())
+        theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+        through_files = [held(sharded(level, states, make, lies)) for lies in (None, over_half_of_the_ranks())]
+        for pair in through_files:
+            save_and_load(ours, pair)
+        for pair in (back, theirs, *through_files):
+            assert_same_states(pair, reference)
+        if make is torch.optim.AdamW:
+            loads_what_rank_0_has(level, states, ours, reference)
+
+
+def loads_what_rank_0_has(level: str, states: StateRule, ours: tuple, reference: tuple) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole_one = get_optimizer_state_dict(Holder(ours[0]), ours[1], options=options)
+    assert bool(whole_one) is (dist.get_rank() == 0)
+    theirs = sharded(level, states)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(Holder(theirs[0]), theirs[1], whole_one, options=options)
+    assert_same_states(theirs, reference)
+    if level == "O3":  # the states hold the masters of the weights
+        for _ in range(2):
+            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(theirs[0][:3], reference[0][:3], strict=True))
+            step(*theirs, 7)
+            step(*reference, 7)
 
 
 def check_gradients_that_stay_on_a_rank_are_refused():
@@ -229,72 +218,21 @@ class Holder(nn.Module):
         self.held = nn.ParameterList(parameters)
 
 
-def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
-    ours = (make or sharded)(level, rule(level), **options)
-    for seed in seeds:
-        step(*ours, seed)
-    return ours
-
-
 def save_and_load(ours: tuple, theirs: tuple) -> None:
     """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
-    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folder)
+    folder = shared_folder()
     saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
     assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
-    dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
+    dcp.save({"optimizer": saved}, checkpoint_id=folder)
     template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
-    dcp.load({"optimizer": template}, checkpoint_id=folder[0])
+    dcp.load({"optimizer": template}, checkpoint_id=folder)
     set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
-
-
-def check_sharded_checkpoints_load_on_other_meshes():
-    for level in STATE_FORMATS:
-        ours = trained(level)
-        for lies in (over_all_ranks(), over_half_of_the_ranks()):
-            theirs = sharded(level, rule(level), lies=lies)
-            save_and_load(ours, theirs)
-            assert_same_states(ours, theirs)
-            assert all(state["step"] == 3 for state in theirs[1].state.values())
-
-
-def check_whole_checkpoints_load_into_shards_and_back():
-    for level in STATE_FORMATS:
-        one = trained(level, alone)
-        ours = sharded(level, rule(level))
-        ours[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
-        assert_same_states(one, ours)
-        back = alone(level, rule(level))
-        back[1].load_state_dict(ours[1].state_dict())
-        assert_same_states(one, back)
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole_one = get_optimizer_state_dict(Holder(ours[0]), ours[1], options=options)
-        assert bool(whole_one) is (dist.get_rank() == 0)
-        theirs = sharded(level, rule(level))
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_optimizer_state_dict(Holder(theirs[0]), theirs[1], whole_one, options=options)
-        assert_same_states(one, theirs)
-        if level == "O3":  # whose states hold the master of a weight
-            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(one[0][:3], theirs[0][:3], strict=True))
-            step(*theirs, 7)
-            step(*one, 7)
-            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(one[0][:3], theirs[0][:3], strict=True))
-
-
-def check_states_of_a_stock_adam_load_into_shards():
-    parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
-    stock = torch.optim.AdamW(parameters, 1e-3)
-    step(parameters, stock, 0)
-    one, ours = alone("O2", rule("O2")), sharded("O2", rule("O2"))
-    for optimizer in (one[1], ours[1]):
-        optimizer.load_state_dict(stock.state_dict())
-    assert_same_states(one, ours)
 
 
 def check_what_one_rank_refuses_all_refuse():
     """A fault in the rows of one rank: the others would wait for it when scales are agreed on."""
-    ours = trained("O2")
+    ours = sharded("O2", rule("O2"))
+    step(*ours, 0)
     before, state = copy.deepcopy(ours[1].state_dict()), ours[1].state_dict()
     if dist.get_rank() == dist.get_world_size() - 1:
         local_part(state["state"][0]["exp_avg_sq"])[-1, 0] = -1.0
@@ -305,14 +243,14 @@ def check_what_one_rank_refuses_all_refuse():
 
 
 def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters():
-    """As Accelerate does it: states are there already, and parameters become others, shards, in place."""
+    """Accelerate converts an optimizer with states, and replaces its parameters by shards, in place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
     stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
     step(parameters, stock, 0)
     one = alone("O2", rule("O2"))
     one[1].load_state_dict(stock.state_dict())
     shards = [
-        nn.Parameter(quantize_weight_shards(shard(values(shape, i), *over_all_ranks()), "O2"))
+        nn.Parameter(quantize_weight(shard(values(shape, i), *over_all_ranks()), "O2"))
         for i, shape in enumerate(SCALED)
     ]
     shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]
@@ -327,8 +265,9 @@ def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters()
 
 def assert_same_states(ours: tuple, theirs: tuple) -> None:
     for i, (p, q) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(whole(ours[1].state[p][name]), whole(theirs[1].state[q][name])), f"{name} of {i}"
+        a, b = ours[1].state[p], theirs[1].state[q]
+        assert a.keys() == b.keys(), (a.keys(), b.keys())
+        assert all(torch.equal(whole(a[name]), whole(b[name])) for name in a), f"states of {i}"
 
 
 # Levels O3 and O4 under DDP: masters, residuals and states shared out
@@ -358,7 +297,7 @@ def train(model: nn.Module, optimizer, seeds) -> list[float]:
 
 
 def bits(model: nn.Module) -> list[torch.Tensor]:
-    """Everything that the parameters store, but for masters."""
+    """Return all stored tensors of the parameters except masters."""
     stored = [
         (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
         for p in model.parameters()
@@ -372,13 +311,13 @@ def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
 
 
 def values_of(weights, states) -> tuple:
-    """Two state dicts without the recipe, of which `shard_states` may differ."""
+    """Remove the recipe, since `shard_states` may differ."""
     scaling = {name: value for name, value in states["fp8_scaling"].items() if name != "recipes"}
     return weights, states | {"fp8_scaling": scaling}
 
 
 def equal(a, b) -> bool:
-    """Whether two state dicts hold the same bits."""
+    """Compare two state dicts to the bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -390,51 +329,41 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def check_shared_out_states_train_as_whole_ones_do():
-    for level in ("O3", "O4"):
-        model, optimizer = under_ddp(level)
-        reference, its_optimizer = under_ddp(level, shard_states=False)
+def check_shared_out_states_train_as_whole_ones_do_and_resume():
+    """Each rank steps its own weights; gathered states resume to the bit, shared out or not."""
+    kinds = [
+        ("O3", torch.optim.AdamW),
+        ("O4", torch.optim.AdamW),
+        *(("O3", make) for make in other_optimizers().values()),
+    ]
+    for level, make in kinds:
+        model, optimizer = under_ddp(level, make=make)
+        reference, its_optimizer = under_ddp(level, make=make, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
-        zero.MESSAGE, kept = 5000, zero.MESSAGE  # a weight has 4096 bytes: messages end inside of one
-        try:
-            assert train(model, optimizer, range(5)) == train(reference, its_optimizer, range(5))
-        finally:
-            zero.MESSAGE = kept
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero, "MESSAGE", 5000)  # a weight has 4096 bytes: messages end inside of one
+            assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3))
         assert equal(bits(model), bits(reference))
-        weights, states = whole_state_dicts(model, optimizer)
-        assert equal(weights, reference.state_dict())
-        its_states = its_optimizer.state_dict()
-        assert equal(states["state"], its_states["state"]) and equal(states["param_groups"], its_states["param_groups"])
+        saved = whole_state_dicts(model, optimizer)
+        assert equal(values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict()))
         mine = {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)}
         assert len(mine) == 4 // dist.get_world_size()
-        with_rest = {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
-        assert with_rest == mine
-
-
-def check_other_optimizers_share_their_states_out_and_resume():
-    """Each rank steps the matrices that it owns; what is gathered resumes to the bit where nothing is shared out."""
-    for name, make in other_optimizers().items():
-        model, optimizer = under_ddp(make=make)
-        reference, its_optimizer = under_ddp(make=make, shard_states=False)
-        assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3)), name
-        saved = whole_state_dicts(model, optimizer)
-        assert equal(values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict())), name
-        other, resumed = under_ddp(seed=5, make=make)
-        weights, states = copy.deepcopy(saved)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(states)
-        assert train(other, resumed, range(3, 5)) == train(model, optimizer, range(3, 5)), name
-        assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)), name
-        owned = [p for p in resumed.state if isinstance(p, ScaledTensor)]
-        assert len(owned) == 4 // dist.get_world_size(), name
+        assert mine == {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
+        losses = train(model, optimizer, range(3, 5))
+        for fields in ({}, {"shard_states": False}):
+            other, resumed = under_ddp(level, seed=5, make=make, **fields)
+            weights, states = copy.deepcopy(saved)
+            other.load_state_dict(weights)
+            resumed.load_state_dict(states)
+            assert equal(values_of(*whole_state_dicts(other, resumed)), values_of(*saved))
+            assert train(other, resumed, range(3, 5)) == losses
+            found, wanted = whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)
+            assert equal(values_of(*found), values_of(*wanted))
+            assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_shared_out_states_are_not_exported_in_part():
-    for level in ("O3", "O4"):
-        _are_not_exported_in_part(*under_ddp(level))
-
-
-def _are_not_exported_in_part(model, optimizer) -> None:
+    model, optimizer = under_ddp("O4")
     train(model, optimizer, range(1))
     others = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is None]
     for export in (optimizer.state_dict, model.state_dict, others[0].exact):
@@ -486,30 +415,9 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 evaluated = model.module.eval()(x)
-            every = [torch.empty_like(evaluated) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, evaluated.detach().clone())
-            assert all(torch.equal(each, every[0]) for each in every)
+            assert same_on_all_ranks(evaluated.detach().clone())
         model.train()
         assert train(model, optimizer, range(1, 3))[-1] > 0
-
-
-def check_shared_out_states_resume_to_the_bit():
-    """Also in a run that shares nothing out."""
-    for level in ("O3", "O4"):
-        model, optimizer = under_ddp(level)
-        train(model, optimizer, range(3))
-        saved = whole_state_dicts(model, optimizer)
-        losses = train(model, optimizer, range(3, 6))
-        for fields in ({}, {"shard_states": False}):
-            other, resumed = under_ddp(level, seed=5, **fields)
-            weights, states = copy.deepcopy(saved)
-            other.load_state_dict(weights)
-            resumed.load_state_dict(states)
-            assert equal(values_of(*whole_state_dicts(other, resumed)), values_of(*saved))
-            assert train(other, resumed, range(3, 6)) == losses
-            found, wanted = whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)
-            assert equal(values_of(*found), values_of(*wanted))
-            assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_new_values_are_the_same_weights_on_all_ranks():
@@ -518,10 +426,7 @@ def check_new_values_are_the_same_weights_on_all_ranks():
         model, _ = under_ddp(level)
         shapes = {name: value.shape for name, value in under_ddp(level, shard_states=False)[0].state_dict().items()}
         model.load_state_dict({name: values(tuple(shape), i) for i, (name, shape) in enumerate(shapes.items())})
-        for mine in bits(model):
-            every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, mine)
-            assert all(torch.equal(each, every[0]) for each in every)
+        assert all(map(same_on_all_ranks, bits(model)))
 
 
 def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -534,55 +439,52 @@ def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer
 
 
 def check_accelerate_saves_and_loads_what_is_shared_out():
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     assert optimizer.optimizer.fp8_owners is not None
     train(model, optimizer, range(3))
     saved = whole_state_dicts(model.module, optimizer)
-    accelerator.save_state(folders[0])
-    accelerator.save_model(model, f"{folders[0]}/export")
+    accelerator.save_state(folder)
+    accelerator.save_model(model, f"{folder}/export")
     exported = accelerator.get_state_dict(model)
     accelerator.wait_for_everyone()
     assert equal(dict(exported), dict(saved[0]))  # on every rank
-    on_disk = load_file(f"{folders[0]}/export/model.safetensors")
+    on_disk = load_file(f"{folder}/export/model.safetensors")
     assert equal(dict(sorted(on_disk.items())), dict(sorted(saved[0].items())))
     losses = train(model, optimizer, range(3, 5))
     for fields in ({}, {"shard_states": False}):
         accelerator, model, optimizer = accelerated(**fields)
         train(model, optimizer, range(7, 9))
-        accelerator.load_state(folders[0])
+        accelerator.load_state(folder)
         assert equal(dict(whole_state_dicts(model.module, optimizer)[0]), dict(saved[0]))
         assert train(model, optimizer, range(3, 5)) == losses
 
 
 def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
-    accelerator.save_state(folders[0])
+    accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if dist.get_rank() == 1:
-        unseal(Path(folders[0]))
-        states = load_file(f"{folders[0]}/fp8_scaling_1.safetensors")
+        unseal(Path(folder))
+        states = load_file(f"{folder}/fp8_scaling_1.safetensors")
         states[max(states)][2, 0] = -1  # the bits of a NaN
-        save_file(states, f"{folders[0]}/fp8_scaling_1.safetensors")
+        save_file(states, f"{folder}/fp8_scaling_1.safetensors")
     accelerator.wait_for_everyone()
     before = bits(model)
     with pytest.raises(FP8BackendError, match="a scale of .*fp8_window holds nan"):
-        accelerator.load_state(folders[0])
+        accelerator.load_state(folder)
     assert all(map(torch.equal, bits(model), before))
 
 
 def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
-    """Also where one rank cannot write, where each has a disk of its own, and where one file is damaged."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    """Includes a rank that cannot write, ranks with disks of their own, and a damaged file."""
+    folder = shared_folder()
     rank = dist.get_rank()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
-    shared = Path(folders[0], "shared")
+    shared = Path(folder, "shared")
     accelerator.save_state(shared)
     record = json.loads((shared / "fp8_manifest.json").read_text())
     assert {"random_states_0.pkl", "random_states_1.pkl"} < set(record["files"]) and record["step"] == 2
@@ -601,7 +503,7 @@ def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
 
     state = PartialState()
     before, state.local_process_index = state.local_process_index, 0  # two nodes
-    own = Path(folders[0], str(rank), "own")
+    own = Path(folder, str(rank), "own")
     for _ in range(2):
         accelerator.save_state(own)
     names = set(json.loads((own / "fp8_manifest.json").read_text())["files"])
@@ -620,19 +522,18 @@ def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
     """It saves the optimizer on rank 0 alone, so its states are not shared out."""
     from trainers.tiny_trainers import losses_of, trainer_for
 
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = shared_folder()
     losses = []
-    for resume in (None, f"{folders[0]}/checkpoint-2"):
+    for resume in (None, f"{folder}/checkpoint-2"):
         AcceleratorState._reset_state(True)
         with environment(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="msamp:O3"):
-            trainer = trainer_for(folders[0], max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
+            trainer = trainer_for(folder, max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
             trainer.train(resume_from_checkpoint=resume)
         optimizer = trainer.optimizer.optimizer
         assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
         losses.append(losses_of(trainer)[-2:])
     assert losses[0] == losses[1]
-    assert fp8_backends.checkpoints.newest_checkpoint(folders[0]) == f"{folders[0]}/checkpoint-4"
+    assert fp8_backends.checkpoints.newest_checkpoint(folder) == f"{folder}/checkpoint-4"
     AcceleratorState._reset_state(True)
 
 
@@ -661,8 +562,8 @@ def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def check_bytes_of_an_element_on_each_rank():
-    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 %: scales come on top,
-    of which blocks have 8/128 bytes."""
+    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 % for scales; blocks add 8/128
+    bytes."""
     count, found = dist.get_world_size(), {}
     for level, bytes_ in (("O2", 6), ("O4", 5 + 8 / 128)):
         model, optimizer = sharded_model(level)
@@ -719,10 +620,7 @@ def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
             torch.testing.assert_close(after[name], value * 0.5, rtol=2**-11, atol=2**-24)
         model(x).square().mean().backward()
         optimizer.step()
-        for p in model.parameters():
-            scales = [torch.empty(()) for _ in range(dist.get_world_size())]
-            dist.all_gather(scales, local_part(p)._scale_inv)
-            assert all(torch.equal(scale, scales[0]) for scale in scales)
+        assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in model.parameters())
 
 
 def check_states_of_a_new_model_are_made_before_its_first_step():

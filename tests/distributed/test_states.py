@@ -1,4 +1,4 @@
-"""Optimizers on several ranks: one run of all checks on 2 ranks, and what an element weighs on 4."""
+"""Optimizers on several ranks: all checks on 2 ranks, and bytes of an element on 4."""
 
 import pytest
 from ranks import report, run

@@ -97,12 +97,11 @@ def test_public_names_are_the_contract():
 
 NAMES_OF_THE_GUIDES = """
 import fp8_backends
-fp8_backends.states.levels.plain_weights, fp8_backends.compute.Compute
+fp8_backends.compute.Compute
 from fp8_backends.accelerate_plugin import worker
 from fp8_backends.compute import Compute
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.cli.estimate import ModelShape, estimate
-from fp8_backends.states.levels import plain_weights
 assert issubclass(NativeCompute, Compute)
 print("all there")
 """

@@ -1,4 +1,4 @@
-"""Values that are kept for backward as E4M3 codes: how far off they are, and what they take."""
+"""Saved values as E4M3 codes: errors and bytes."""
 
 from __future__ import annotations
 

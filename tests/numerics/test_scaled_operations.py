@@ -1,7 +1,7 @@
 """PyTorch's whole operator list over weights in scaled precision, beside plain tensors of the same values.
 
-Each operation in place, each with `out=`, and each whose result is a view, through each way to a weight's values. It
-stores what it stores in the plain tensor, or it is refused with words of ours; nothing else.
+Each operation in place, each with `out=`, and each view, through each way to a weight's values, stores the plain
+result or is refused by our error.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def outcome(function) -> tuple:
 
 
 def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
-    """Whether a weight stores the values of a plain tensor: exactly, or where they were copied whole as the level
-    rounds them. Its data are its exact values, rounded."""
+    """Return True if a weight stores a plain tensor's values, exactly or rounded at its level after a copy of the
+    whole. Its data are its exact values, rounded."""
     level = {None: "O2", torch.int8: "O4"}.get(getattr(weight.rest, "dtype", None), "O3")
     values, (_, as_rounded) = weight.detach().exact(), weight_of(plain, level)
     if values.shape != plain.shape or not torch.isfinite(plain).all():
@@ -95,12 +95,12 @@ def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
 
 
 def same(values: torch.Tensor, plain: torch.Tensor) -> bool:
-    """Equal but for one more rounding to FP32, by which a product with a number scales the scale."""
+    """Compare up to one FP32 rounding, from multiplying the scale by a number."""
     return values.shape == plain.shape and torch.allclose(values, plain, rtol=2**-23, atol=0, equal_nan=True)
 
 
 class Walk:
-    """What came of the operations walked so far."""
+    """Results of all operations so far."""
 
     def __init__(self) -> None:
         self.counts = collections.Counter()
@@ -125,7 +125,7 @@ class Walk:
             self.findings.append(f"{operator} {how}: {verdict}")
 
     def conclude(self, refused: set[str]) -> None:
-        """Print the figures, and raise for what was found, or for operations refused other than these."""
+        """Print the figures, and raise for findings or unexpected refusals."""
         print(f"{len(self.names)} operators: {dict(self.counts)}, refused: {sorted(self.refused)}")  # with -s
         assert not self.findings, "\n".join(self.findings)
         assert self.refused == refused
@@ -143,7 +143,7 @@ def in_place(operation, see, target, /, *args, **kwargs):
 
 
 def call(function, *args, **kwargs):
-    """Call with copies: some samples are changed by what is called."""
+    """Call with copies: some calls change their samples."""
     args, kwargs = copy.deepcopy((args, kwargs))
     return outcome(lambda: function(*args, **kwargs))
 
@@ -187,7 +187,7 @@ def write_out(apply, see, target):
 
 @pytest.mark.slow
 def test_a_view_is_written_through_or_refused():
-    """Whatever of PyTorch returns a view of a plain tensor, or an output that shares its memory."""
+    """Includes every operation with a view as its result, or an output that shares memory."""
     walk = Walk()
     for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
         for number, sample in enumerate(samples_of(operation, 2)):

@@ -24,7 +24,7 @@ def bits(x):
 
 
 def test_the_table_of_formats_is_pytorchs():
-    """But for roots, which PyTorch has as plain bytes."""
+    """Except roots, plain bytes in PyTorch."""
     roots = TABLE[torch.uint8]
     assert (roots.max, roots.smallest_normal, roots.smallest) == (496.0, 2.0**-6, 2.0**-10)
     for dtype, fmt in TABLE.items():
@@ -54,13 +54,6 @@ def test_cast_of_every_midpoint_goes_to_the_even_code(fmt):
     midpoints = (table[1:] + table[:-1]) / 2
     assert torch.equal(bits(saturating_cast(midpoints, fmt)), bits(reference.cast(midpoints, fmt)))
     assert (bits(saturating_cast(midpoints, fmt)) % 2 == 0).all()
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_infinities_saturate_and_nan_stays(fmt):
-    values = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan])
-    out = saturating_cast(values, fmt).float()
-    assert out[:4].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max] and math.isnan(out[4])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -111,7 +104,7 @@ def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
 
 @pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
 def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
-    """As in TransformerEngine, whose maxima leave NaN out."""
+    """TransformerEngine's maxima skip NaN, too."""
     x = torch.ones(4, 4)
     x[1, 2] = math.nan
     codes, scale_inv = quantize(x, E4M3)
@@ -150,15 +143,6 @@ def test_delayed_states_equal_the_reference_to_the_bit(amaxes, length, margin, a
         assert state.view(torch.float32)[tensor, scaling.HISTORY :].tolist() == history
 
 
-@pytest.mark.parametrize("algorithm,expected", [("max", 448 / 8), ("most_recent", 448 / 2)])
-def test_delayed_algorithms_differ_after_a_spike(algorithm, expected):
-    state = scaling.new_delayed_state(4)
-    for amax in (8.0, 2.0):
-        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax))
-        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, algorithm, 1)[0]
-    assert scaling.delayed_scale(state, scaling.INPUT).item() == expected
-
-
 def test_interval_recomputes_the_scale_on_every_nth_roll_and_keeps_the_history():
     state, scales = scaling.new_delayed_state(8), []
     for step in range(7):
@@ -175,15 +159,6 @@ def test_recording_is_idempotent():
         scaling.record_amax(state, scaling.WEIGHT, torch.tensor(5.0))
     scaling.record_amax(state, scaling.WEIGHT, torch.tensor(4.0))
     assert state.view(torch.float32)[scaling.WEIGHT, scaling.HISTORY] == 5.0
-
-
-def test_one_inf_freezes_the_scale_only_until_it_leaves_the_window():
-    state = scaling.new_delayed_state(3)
-    for amax in (4.0, math.inf, 4.0, 2.0, 2.0, 2.0):
-        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax))
-        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, "max", 1)[0]
-        assert math.isfinite(scaling.delayed_scale(state, scaling.INPUT).item())
-    assert scaling.delayed_scale(state, scaling.INPUT).item() == 448 / 2
 
 
 def test_state_survives_a_cast_of_every_floating_point_buffer():

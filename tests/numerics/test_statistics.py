@@ -1,4 +1,4 @@
-"""Statistics of casts, against NumPy that goes element by element in FP64."""
+"""Statistics of casts against element-by-element NumPy in FP64."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ def grid(fmt):
 
 
 def naive(x, scale, fmt):
-    """What is counted of values and of the scale of each, one element after the other."""
+    """Count element by element."""
     values, found = grid(fmt), dict.fromkeys(("nonzero", "flushed", "saturated", "signal", "noise"), 0)
     binades = [0] * BINADES
     top = math.frexp(fmt.max)[1] - 1
@@ -94,7 +94,7 @@ def values(seed, rows, columns, spread, dtype=torch.float32):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_counts_are_those_of_numpy(seed, shape, spread, exponent, fmt, dtype):
-    """Scales that fit, that clip and that flush, and powers of two, whose ties are exact."""
+    """Scales that fit, clip or flush, and powers of two with exact ties."""
     x = values(seed, *shape, spread, dtype)
     amax = tensor_amax(x)
     for scale in (scale_from_amax(amax, fmt), torch.tensor(2.0**exponent)):
@@ -135,9 +135,9 @@ def test_a_large_tensor_is_sampled_and_its_amax_is_not(blocks, columns):
 
 
 def test_sampled_rows_do_not_keep_step_with_a_batch():
-    """Of 4096 tokens in sequences of 64 one in 64 is a first one; a plain stride of 64 rows would see no others."""
+    """One in 64 of 4096 tokens is the first of its sequence; a plain stride of 64 rows would see no others."""
     position = torch.arange(4096).remainder(64).float().unsqueeze(1).expand(-1, 1024)
-    chosen = statistics._bands(position, 1)[:, 0]
+    chosen = statistics._sampled(position, 1)[:, 0]
     assert len(chosen) == 64 and (chosen == 0).sum() <= 2 and len(chosen.unique()) > 32
 
 

@@ -53,15 +53,15 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_rounded(found: torch.Tensor, values: torch.Tensor, level: str) -> None:
-    """What was found is the values, stored at a level."""
+    """Assert that values are rounded as a level stores them."""
     bits, least = ERRORS[level]
     error = (found.double() - values.double()).abs()
     assert (error <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())).all()
 
 
 def assert_equal_states(a, b) -> None:
-    """Two optimizers hold the same numbers to the bit, stored alike. Scales are powers of two: where the amax was
-    rounded down to one, the same numbers have a finer scale when they come from their values."""
+    """Assert equal numbers to the bit in equal forms. Scales are powers of two: the same numbers get a finer scale
+    from values rounded down to a power of two."""
     for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
         assert a.state[p].keys() == b.state[q].keys()
         for name, value in a.state[p].items():

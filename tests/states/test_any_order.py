@@ -1,8 +1,7 @@
-"""Operations of ordinary scripts on a prepared model, in any order, beside plain tensors that do the same.
+"""Run operations of ordinary scripts on a prepared model in random order, and on plain twins.
 
-A weight has the values of its plain twin, to the bit but for one FP32 rounding, after whatever is done to it in place.
-It has them as its level rounds them after whatever stores whole values: a copy, a loaded checkpoint, a step.
-FP8_BACKENDS_RUNS=2000 runs 2,000 orders.
+After operations in place, a weight equals its plain twin up to one FP32 rounding. After a copy, a loaded checkpoint
+or a step, it equals the twin rounded at its level. FP8_BACKENDS_RUNS=2000 runs 2,000 orders.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """`self.twins` are plain parameters with the values that the model's weights must have."""
+    """`self.twins` are plain parameters with the expected values of the model's weights."""
 
     @initialize(level=st.sampled_from(LEVELS), seed=SEEDS)
     def begin(self, level, seed):
@@ -118,7 +117,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.values_were_copied(which)
 
     def values_were_copied(self, which):
-        """A few initializers end with a copy of all values, which is stored rounded."""
+        """A few initializers end with a copy of all values, stored rounded."""
         weight, twin = self.model[which].weight, self.twins[which]
         if weight.stored.edited is None:
             twin.data = self.rounded(twin)
@@ -170,9 +169,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def step(self):
-        """A step rounds each weight that has a gradient, and changes it by AdamW's bound at most: learning rate times
-        (1 - beta1) / sqrt(1 - beta2), with weight decay and the rounding of the states. Gradients that were added to or
-        changed are E4M3 again."""
+        """A step rounds each weight with a gradient, and changes it at most by AdamW's bound: learning rate times (1
+        - beta1) / sqrt(1 - beta2), with weight decay and the rounding of the states. Accumulated or changed
+        gradients are E4M3 again."""
         stepped = [i for i, twin in self.twins.items() if twin.grad is not None]
         before = {i: self.rounded(self.twins[i]) for i in stepped}
         gradients = {i: self.model[i].weight.grad for i in stepped}
@@ -191,7 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def save_and_load_the_optimizer(self):
-        """At O3 its states hold the FP16 masters, which become the weights' values."""
+        """At O3 the states hold the FP16 masters, and loading sets the weights to them."""
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         for i in self.twins if self.level == "O3" else ():
             self.values_were_copied(i)

@@ -1,5 +1,5 @@
-"""Averages of the weights of a prepared model (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel` average what
-plain tensors would have, to FP32's rounding, and training goes on exactly."""
+"""Averages of a prepared model's weights (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel` average exactly
+up to FP32 rounding, and training continues unchanged."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def prepared(backend: str) -> tuple:
 
 
 def assert_averages(found: dict, wanted: dict) -> None:
-    """Of FP32: each step may round once more."""
+    """Each step may round once more in FP32."""
     torch.testing.assert_close(found, wanted, rtol=STEPS * 2**-23, atol=1e-8)
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
-    """Also one that keeps plain weights, since it was made inside `plain_weights`. A plain twin takes the very values
-    of every step; at O3 those are the masters'."""
+    """`inside`: made inside `plain_weights`, with plain weights. A plain twin takes the exact values of every step
+    (the masters at O3)."""
     model, optimizer = prepared(backend)
     rule = get_ema_multi_avg_fn(0.999)
     if inside:

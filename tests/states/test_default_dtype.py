@@ -1,4 +1,4 @@
-"""A process whose default dtype is not FP32 trains an FP32 model with the same numbers."""
+"""Training an FP32 model gives the same numbers at any default dtype of the process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(dtype: torch.dtype, spec: dict, optimizer: str) -> tuple[list[float], di
 
 
 def train_in_fp32(model, optimizer, seeds) -> list[float]:
-    """`train`, with data that are the same at each default dtype."""
+    """Train on the same data at each default dtype."""
     with default_dtype(torch.float32):
         batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     losses = []

@@ -1,9 +1,8 @@
-"""A training step at a level sends everything to the device without waiting for it: no number is asked of it, and none
-is copied to it. What is outside the layers takes as many calls of PyTorch in a deep model as in a shallow one, or a few
-for each weight.
+"""A training step at a level never waits for the device: no number is read from it or copied to it. Outside the layers,
+the number of PyTorch calls is independent of depth, or a few for each weight.
 
-Meta tensors stand for the device's, and tensors of the CPU for the host's: autograd, hooks, reducer and optimizer are
-the real ones. Meta tensors have no values, so that a number asked of one is an error as well as counted.
+Meta tensors stand for the device, CPU tensors for the host; autograd, hooks, reducer and optimizer are real. Reading
+a number from a meta tensor is an error, too.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_sele
 
 
 class Meter(TorchDispatchMode):
-    """Notes what makes the host wait for the device, and counts the operations on it that are no views."""
+    """Record operations that make the host wait for the device, and count device operations except views."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +58,7 @@ class Meter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def metered() -> Iterator[Meter]:
-    """A meter that also sees tensors made of Python's numbers, which pass no dispatcher on their way to meta."""
+    """Yield a meter that also sees tensors made from Python's numbers, which bypass the dispatcher."""
 
     def noting(function):
         def noted(*args, **kwargs):
@@ -80,7 +79,7 @@ def devices(values) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def autocast_is_off_on_meta(monkeypatch):
-    """PyTorch has no autocast there, and raises where it is asked."""
+    """PyTorch raises if asked about autocast on meta."""
     asked = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and asked(*device))
 
@@ -109,7 +108,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def first_step(model, optimizer) -> None:
-    """It makes the states, and the proof asks the device which products ran."""
+    """Make the states, and let the proof read counts from the device."""
     loss_of(model).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing runs on meta tensors
@@ -119,7 +118,7 @@ def first_step(model, optimizer) -> None:
 
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
 def test_a_step_waits_for_nothing(backend):
-    """Two microbatches, a clip and the optimizer's step. In FP32, so that norms are PyTorch's own to step."""
+    """Two microbatches, a clip and the optimizer's step; in FP32, so that PyTorch steps the norms."""
     model, optimizer = prepared(backend, layers=1, dtype=torch.float32)
     first_step(model, optimizer)
     with metered() as meter:
@@ -144,7 +143,7 @@ def test_a_plain_number_takes_no_copy():
 
 @pytest.mark.parametrize("wait", ["number", "copy", "list"])
 def test_the_meter_sees_what_waits(wait):
-    """Planted in a hook, so that it happens inside backward."""
+    """The wait is planted in a hook, inside backward."""
     model, optimizer = prepared("msamp:O2", layers=1)
     first_step(model, optimizer)
 
@@ -168,14 +167,14 @@ def test_the_meter_sees_what_waits(wait):
 
 @pytest.fixture
 def two_ranks():
-    """A process group whose other rank is imagined: collectives return at once."""
+    """Create a process group with an imaginary other rank: collectives return at once."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 def connect(model: nn.Module, group, comm: str) -> None:
-    """Do to a model's weights what `comm.ddp.connect` does, without DDP: its own reducer, in C++, reads memory."""
+    """Connect a model's weights like `comm.ddp.connect`, without DDP: its C++ reducer reads memory."""
     connection = Connection(group)
     model.require_backward_grad_sync = model.require_forward_param_sync = True  # as a DDP has them
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
@@ -236,7 +235,7 @@ def test_calls_do_not_grow_with_the_number_of_layers(what, two_ranks):
 
 
 def test_a_clip_takes_a_few_calls_for_each_weight():
-    """`clip_grad_norm_` goes from tensor to tensor where one is a subclass: a norm of codes in FP32, times the scale's
-    magnitude, and the scale times the factor. On a GPU a norm is two launches."""
+    """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the scale's magnitude,
+    and the scale times the factor. On a GPU a norm is two launches."""
     few, many = calls(2, "norms and clip"), calls(4, "norms and clip")
     assert many - few == 4 * 4  # 4 weights more

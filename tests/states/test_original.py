@@ -1,6 +1,7 @@
-"""`implementation="original"` hands over to the package msamp, or says why it cannot.
+"""`implementation="original"` calls the package msamp, or explains its absence.
 
-The package cannot be installed with this PyTorch: a stub, named as such, stands for it where it must be there."""
+The package cannot be installed with this PyTorch: a stub replaces it.
+"""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of the tensors that its step has stored: true after each step, gone after any other write."""
+"""Records of stored tensors: valid after each step, dropped after any other write."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ def known(model):
 
 @pytest.fixture
 def measurements(monkeypatch):
-    """How many records were measured so far."""
+    """Count measured records."""
     calls = []
     monkeypatch.setattr(adamw, "measured", lambda *slots: calls.append(slots) or measured(*slots))
     return calls

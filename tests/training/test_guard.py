@@ -16,7 +16,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics import scaling_faults
+from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.scaled_tensor import stored_parts
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
@@ -373,19 +373,19 @@ def test_overshoot_and_invalid_states():
     numbers = states.view(torch.float32)
     numbers[0, INPUT, HISTORY] = 100 * E4M3.max
     numbers[1, GRAD_OUTPUT, HISTORY] = 100 * E5M2.max  # usual for a gradient
-    over = scaling_faults.overshoot(states, MAX, warm_from=1)
+    over = scaling.overshoot(states, MAX, warm_from=1)
     assert over[0, INPUT] == 100 and over[1, GRAD_OUTPUT] == 100
-    assert scaling_faults.is_clipped(over).nonzero().tolist() == [[0, INPUT]]
-    assert not scaling_faults.overshoot(states, MAX, warm_from=2).any()
-    renewed = scaling_faults.anew(states, MAX, margin=0)
+    assert scaling.is_clipped(over).nonzero().tolist() == [[0, INPUT]]
+    assert not scaling.overshoot(states, MAX, warm_from=2).any()
+    renewed = scaling.anew(states, MAX, margin=0)
     assert renewed.view(torch.float32)[0, INPUT, SCALE] == 1 / 100
     for value, reads_history, invalid in [(math.inf, True, True), (math.inf, False, False), (math.nan, False, True)]:
         numbers[1, INPUT, -1] = value
-        assert bool(scaling_faults.is_invalid(states, reads_history)[1, INPUT]) is invalid
+        assert bool(scaling.is_invalid(states, reads_history)[1, INPUT]) is invalid
     numbers[1, INPUT, -1] = 0
     for scale in (0.0, -1.0, math.inf, math.nan):
         numbers[0, INPUT, SCALE] = scale
-        assert scaling_faults.is_invalid(states, False).nonzero().tolist() == [[0, INPUT]]
+        assert scaling.is_invalid(states, False).nonzero().tolist() == [[0, INPUT]]
 
 
 LOSSES = {

@@ -19,7 +19,7 @@ from transformers.distributed.tensor_parallel import AllReduceParallel, TensorPa
 
 import fp8_backends
 from fp8_backends import FP8BackendError
-from fp8_backends.numerics.forwards import forward_obstacle
+from fp8_backends.numerics.modules import forward_obstacle
 from fp8_backends.training.conversion import weight_products
 
 

@@ -25,9 +25,8 @@ from torch import nn
 
 from ...errors import FP8BackendError
 from ...numerics.kernels.layouts import Layouts
-from ...numerics.meshes import agreed_over
 from ...numerics.scaling import INPUT, Blocks
-from ...numerics.sharded_tensor import is_distributed
+from ...numerics.sharded_tensor import agreed_over, is_distributed
 from ..layer_parts import part_obstacle
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...numerics.forwards import forward_obstacle
+from ...numerics.modules import forward_obstacle
 from ...numerics.sharded_tensor import full_shape
 from ..interface import COMPUTE_DTYPES, Norm
 

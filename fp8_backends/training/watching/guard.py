@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ...announcement import is_main_process
 from ...comm import replicas
 from ...errors import FP8BackendError
-from ...numerics import scaling_faults
+from ...numerics import scaling
 from ...numerics.modules import plain_name
 from ...words import counted, listed
 from ..auditing import parameters_of, steps_of, unwrapped
@@ -234,7 +234,7 @@ class Guard:
         scaler_looks = getattr(optimizer, "found_inf", None) is not None
         gradients = None if scaler_looks else spoiled(parameters)
         over, stuck = self._scaling.look(self._roots())
-        clipped = None if over is None else scaling_faults.is_clipped(over)
+        clipped = None if over is None else scaling.is_clipped(over)
         device = parameters[0].device
         counts = [
             torch.zeros((), dtype=torch.float32, device=device) if each is None else each.sum()
@@ -274,7 +274,7 @@ class Guard:
             found.append(Fault(look.step, SPIKE, (), figures, ""))
         if clipped:
             over = look.overshoot.where(torch.isfinite(look.overshoot), 0.0)
-            where = self._scaling.places(self._roots(), scaling_faults.is_clipped(over))
+            where = self._scaling.places(self._roots(), scaling.is_clipped(over))
             figures = f"values up to {over.max().item():.3g} times the largest that the scale has a code for"
             found.append(Fault(look.step, CLIPPED, where, figures, ""))
         if stuck:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ...numerics import scaling_faults
+from ...numerics import scaling
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import stored_parts
@@ -60,7 +60,7 @@ class Look(NamedTuple):
     after_backward: torch.Tensor | None
     """The same as backward left it, before gradients were clipped."""
     overshoot: torch.Tensor | None
-    """FP32 [states, 3], as `scaling_faults.overshoot` has it."""
+    """FP32 [states, 3], as `scaling.overshoot` has it."""
     stuck: torch.Tensor | None
     """Bool [states, 3]."""
 
@@ -124,8 +124,8 @@ class ScalingLooks:
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
             reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
             warm_from = WINDOW if recipe.scaling == "window" else 1
-            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), warm_from))
-            stuck.append(scaling_faults.is_invalid(states, reads_history))
+            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
+            stuck.append(scaling.is_invalid(states, reads_history))
             rolls.append(states[..., ROLLS])
             records.append(states[..., HISTORY] != 0)
         if not over:
@@ -165,7 +165,7 @@ class ScalingLooks:
             for state in prepared.compute.scaling_buffers(root):
                 rows = _rows(state)
                 marked = at_fault[begin : begin + len(rows)].unsqueeze(-1).to(rows.device)
-                new = scaling_faults.anew(rows, _format_max(recipe, rows), recipe.margin)
+                new = scaling.anew(rows, _format_max(recipe, rows), recipe.margin)
                 state.copy_(torch.where(marked, new, rows).view(state.shape))
                 begin += len(rows)
         return int(at_fault.any(-1).sum())
@@ -179,7 +179,7 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
     """The largest code of each operand's format: FP32 [3], on the device of `like`."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
-    return scaling_faults.on_device((forward.max, forward.max, gradient.max), like.device)
+    return scaling.on_device((forward.max, forward.max, gradient.max), like.device)
 
 
 # Losses

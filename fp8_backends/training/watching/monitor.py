@@ -29,13 +29,14 @@ from torch import nn
 
 from ...announcement import is_main_process
 from ...compute.interface import Compute
+from ...numerics.encoding import amax_of
 from ...numerics.engine import inside_backward
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, TemporaryHook, is_traced
-from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
+from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...numerics.sharded_tensor import local_part
-from ...numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
+from ...numerics.statistics import Statistics, read, statistics_of, statistics_of_codes
 from ...words import listed, share
 from ..auditing import steps_of
 from ..conversion import PREPARED, prepared_roots
@@ -270,7 +271,7 @@ class Sample:
         self.closing.close()
 
     @torch.no_grad()
-    def numbers(self) -> dict[tuple[str, str], Numbers]:
+    def numbers(self) -> dict[tuple[str, str], Statistics]:
         """All that was counted, with what a level stores, by layer and tensor. Waits for the device."""
         for each in self.watched:
             optimizers = each.prepared.observed.optimizers()
@@ -302,7 +303,7 @@ def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
 
 
 def _of_stored(tensor: ScaledTensor) -> Statistics:
-    fmt, amax = FORMATS[tensor._data.dtype], tensor_amax_of(tensor.dequantize(torch.float32))
+    fmt, amax = FORMATS[tensor._data.dtype], amax_of(tensor.dequantize(torch.float32))
     return statistics_of_codes(tensor._data, tensor._scale_inv, amax.sqrt() if fmt is ROOT8 else amax, fmt)
 
 
@@ -316,14 +317,14 @@ def _ends_within_a_line(path: Path) -> bool:
 # Records
 
 
-def _by_layer(found: Mapping[tuple[str, str], Numbers]) -> dict[str, dict[str, Any]]:
+def _by_layer(found: Mapping[tuple[str, str], Statistics]) -> dict[str, dict[str, Any]]:
     tensors: dict[str, dict[str, Any]] = {}
     for (name, tensor), numbers in found.items():
         tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)
     return tensors
 
 
-def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
+def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:
     """The numbers of one tensor, ready for JSON; None for what is not finite, or says nothing where values are not."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
     if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros

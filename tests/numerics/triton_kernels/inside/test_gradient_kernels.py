@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends.numerics import scaled_tensor
 from fp8_backends.numerics.formats import E4M3
 from fp8_backends.numerics.kernels import backward as gradients
 from fp8_backends.numerics.kernels import triton_gradients
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def kernels_serve_any_size(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(scaled_tensor, "FEWEST_ON_A_CPU", 1)
 
 
 def values_of(dtype: torch.dtype, rows: int = 33, columns: int = 160, seed: int = 0) -> torch.Tensor:
