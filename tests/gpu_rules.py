@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fp8_backends.compute import products
-from fp8_backends.compute.native import block_products
 from fp8_backends.compute.torchao import cpu_scaled_mm
 from fp8_backends.numerics.scaling import e8m0_values
 
@@ -26,8 +25,7 @@ class GPURules(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         cpu_scaled_mm.mend()  # on some CPUs PyTorch's own takes a thousand times as long
-        monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: products.SCALED_MM)
-        monkeypatch.setattr(block_products, "block_engine_for", lambda *_: products.SCALED_MM)
+        monkeypatch.setattr(products, "engine_for", lambda *_: products.SCALED_MM)
         self.products = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

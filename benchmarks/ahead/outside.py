@@ -38,7 +38,6 @@ class Recorder(TorchDispatchMode):
         from eager_calls import everywhere
 
         from fp8_backends.compute import products
-        from fp8_backends.compute.native import block_products
         from fp8_backends.numerics.kernels.loss import dispatch as loss
         from fp8_backends.numerics.kernels.quantize import dispatch as quantization
 
@@ -49,7 +48,7 @@ class Recorder(TorchDispatchMode):
         everywhere(products.plain_product, lambda a, b: torch.mm(a, b.t()))
         everywhere(products.scaled_product, self._scaled_product)
         everywhere(
-            block_products.block_scaled_product,
+            products.block_scaled_product,
             lambda a, blocks, b, b_blocks, out_dtype: self._scaled_product(a, b, out_dtype),
         )
 

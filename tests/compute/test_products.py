@@ -78,10 +78,11 @@ def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
         assert torch.equal(scaled_product(a, b, torch.bfloat16), plain)
 
 
-def test_a_cpu_takes_the_bf16_product_where_it_has_one_and_the_result_is_bf16(either_cpu):
+@pytest.mark.parametrize("scaling", ["dynamic", "blockwise", "mxfp8"])
+def test_a_cpu_uses_its_bf16_product_for_bf16_results(scaling, either_cpu):
     cpu = torch.device("cpu")
-    assert engine_for(cpu, torch.bfloat16) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
-    assert engine_for(cpu, torch.float32) == engine_for(cpu, torch.float16) == products.FP32_EXACT
+    assert engine_for(cpu, torch.bfloat16, scaling) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
+    assert engine_for(cpu, torch.float32, scaling) == engine_for(cpu, torch.float16, scaling) == products.FP32_EXACT
 
 
 @pytest.mark.parametrize("rowwise", [False, True])

@@ -43,7 +43,6 @@ from ..interface import Compute, Recipe, check_saved_states
 from ..layer_parts import is_parallel, refuse_cut_since
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
-from .block_products import block_engine_for
 from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .fused_head import FP8Head
@@ -153,7 +152,7 @@ class NativeCompute(Compute):
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = module.fp8_rule, module.weight.device
         if rule.has_blocks:
-            return block_engine_for(device, module.fp8_out_dtype, rule.along.blocks.columns)
+            return engine_for(device, module.fp8_out_dtype, rule.scaling)
         if isinstance(module, FP8ExpertWeight):
             return grouped_engine_for(device)
         return engine_for(device, module.fp8_out_dtype)

@@ -27,8 +27,7 @@ from ...numerics.scaling import (
     record_window_amax,
 )
 from ..counts import DGRAD, KINDS
-from ..products import scaled_product
-from .block_products import block_scaled_product
+from ..products import block_scaled_product, scaled_product
 from .tensor_parallel import Split
 
 STATEFUL = ("delayed", "window")
