@@ -32,7 +32,7 @@ from ..numerics.formats import E4M3
 from ..numerics.kernels.quantize.dispatch import dequantize_blocks, quantize_blocks
 from ..numerics.modules import CONTAINER
 from ..numerics.scaling import Quantized
-from .derivatives import refuse_second_derivative
+from .refusals import refuse_second_derivative
 
 NAME = "fp8_backends"
 """The name of the implementation in transformers' registry."""

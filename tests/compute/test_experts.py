@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute.native import experts as experts_module
-from fp8_backends.compute.native import grouped_blocks, grouped_products, grouped_scaling
+from fp8_backends.compute.native import grouped_products, grouped_scaling
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
-from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
+from fp8_backends.compute.native.experts import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.grouped_products import (
     Groups,
     grouped_product,
@@ -21,13 +21,8 @@ from fp8_backends.compute.native.grouped_products import (
     plain_product,
     plain_wgrad,
 )
-from fp8_backends.compute.native.grouped_scaling import (
-    quantize_experts,
-    quantize_groups,
-    quantize_lines,
-    quantize_lines_of_experts,
-)
-from fp8_backends.compute.native.layer_rule import Stored
+from fp8_backends.compute.native.grouped_scaling import quantize_experts, quantize_groups
+from fp8_backends.compute.native.layer_rule import Stored, fp8_product
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
@@ -155,7 +150,7 @@ def test_the_window_of_each_expert_is_a_linears(rolled):
         for expert in range(5):
             record_window_amax(states[expert], INPUT, torch.tensor(step + expert + 1.0))
         states = rolled_window_states(states, (E4M3, E4M3, E4M3))
-    amax = grouped_scaling.amaxes_of_groups(x, groups)
+    amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
     scales = grouped_scaling.window_scales(states, INPUT, amax, E4M3)
     grouped_scaling.record_amaxes(recorded := states.clone(), INPUT, amax, keep_nan=True)
     for expert in range(4):
@@ -177,14 +172,14 @@ def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
     blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
     x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
-    x8, dy8 = (grouped_blocks.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
-    dw = grouped_blocks.grouped_block_wgrad(dy8.along_rows(), x8.along_rows(), groups, rule, torch.float32)
+    x8, dy8 = (grouped_scaling.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
+    dw = grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups, scaling, torch.float32)
     for ours, x_rows, dy_rows in zip(dw, x.split(sizes), dy.split(sizes), strict=True):
         if not len(x_rows):
             assert not ours.any()
             continue
         operands = (quantize_blocks(rows, blocks, E4M3, rows=False).along_rows() for rows in (dy_rows, x_rows))
-        assert torch.equal(ours, rule.along.product(*operands, blocks, torch.float32))
+        assert torch.equal(ours, fp8_product(rule.along, *operands, torch.float32, by_weight=False))
 
 
 def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
@@ -290,33 +285,6 @@ def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
     assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, monkeypatch):
-    """On a CPU one after the other, elsewhere at once. Subnormal, zero, inf, NaN; odd sizes; groups without rows."""
-    torch.manual_seed(0)
-    groups = Groups.of(torch.repeat_interleave(torch.arange(5), torch.tensor([0, 9, 1, 0, 7])), 5)
-    x, weight = torch.randn(17, 21), torch.randn(5, 11, 21)
-    for tensor in (x, weight.view(-1, 21)):
-        tensor[1, 2], tensor[9, 4], tensor[12], tensor[15, 3] = float("nan"), float("inf"), 0, 1e-40
-    x, weight, scale = x.to(dtype), weight.to(dtype), torch.rand(5) + 0.5
-
-    def quantized():
-        return [
-            *(quantize_groups(x, groups, E4M3, given) for given in (None, scale)),
-            *(quantize_experts(weight, E4M3, given) for given in (None, scale)),
-            quantize_lines(x, groups, E4M3),
-            quantize_lines_of_experts(weight, E4M3),
-        ]
-
-    one_by_one = quantized()
-    monkeypatch.setattr(grouped_scaling, "serves", lambda tensor: False)
-    for ours, theirs in zip(quantized(), one_by_one, strict=True):
-        assert [each is None for each in ours] == [each is None for each in theirs]
-        for a, b in zip(filter(torch.is_tensor, ours), filter(torch.is_tensor, theirs), strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype
-            assert torch.equal(a.float().nan_to_num(7e7), b.float().nan_to_num(7e7))
-
-
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
     made = []
@@ -389,8 +357,8 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
             codes = torch.empty(37, into, device="cuda", dtype=E4M3.dtype), torch.empty(37, 1, device="cuda")
-            arrived = codes if rule.scaling == "rowwise" and out == 40 else (None, None)
-            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, *arrived
+            arrived = Quantized(*codes) if rule.scaling == "rowwise" and out == 40 else None
+            operands = groups, quantized_weight(rule, of_weight, state, transposed, True), of_weight, arrived
             y = GroupedFunction.forward(
                 context, x, weight, ledger, state, rule, None, transposed, torch.bfloat16, True, False, *operands
             )
@@ -431,8 +399,7 @@ def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
 
 def test_no_cuda_graph_records_an_operator_that_reads_the_sizes_of_groups():
     """Recording would fail: reading waits for the device."""
-    reading = "grouped_product grouped_wgrad plain_grouped_product plain_grouped_wgrad quantize_block_columns "
-    for name in (reading + "grouped_block_product grouped_block_wgrad").split():
+    for name in ("grouped_product", "grouped_wgrad", "quantize_block_columns"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
 
 
@@ -447,24 +414,24 @@ def _same_shape(target, source):
 def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monkeypatch):
     """As above, of `torch.nn.functional.scaled_mm` for each expert: the operators are entered, and the sizes of groups
     given, since a fake tensor has none."""
-    monkeypatch.setattr(grouped_blocks, "rows_of_groups", lambda ends: [(0, 0, 20), (2, 20, 37)])
-    monkeypatch.setattr(grouped_blocks, "zeros_where_empty", lambda gradients, rows: gradients)
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "rows_of_groups", lambda ends: [(0, 0, 20), (1, 20, 37)])
     monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
     entered = SimpleNamespace(
-        quantize_block_columns=grouped_blocks._quantize_columns,
-        grouped_block_product=grouped_blocks._product,
-        grouped_block_wgrad=grouped_blocks._wgrad,
+        quantize_block_columns=grouped_scaling._quantize_columns,
+        grouped_product=grouped_products._product_by_group,
+        grouped_wgrad=grouped_products._wgrad_by_group,
     )
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
     out, into = 40, 24
     with FakeTensorMode(), Calls() as calls:
         monkeypatch.setattr(torch.ops, "fp8_backends", entered)
         x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-        shape = (3, into, out) if transposed else (3, out, into)
+        shape = (2, into, out) if transposed else (2, out, into)
         weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
-        groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(3, device="cuda"))
+        groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(2, device="cuda"))
         context, ledger = Context(), Ledger(torch.device("cuda"))
-        operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight, None, None
+        operands = groups, quantized_weight(rule, of_weight, None, transposed, True), of_weight, None
         y = GroupedFunction.forward(
             context, x, weight, ledger, None, rule, None, transposed, torch.bfloat16, True, False, *operands
         )
@@ -520,8 +487,8 @@ def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatc
 
     def products():
         groups = Groups.of(ids, 4)
-        x8, dy8 = quantize_lines(x, groups, E4M3), quantize_lines(dy, groups, E4M3)
-        y = grouped_product(x8.along_columns(), quantize_lines_of_experts(w, E4M3).along_columns(), groups)
+        x8, dy8 = (quantize_groups(t, groups, E4M3, lines=True) for t in (x, dy))
+        y = grouped_product(x8.along_columns(), quantize_experts(w, E4M3, lines=True).along_columns(), groups)
         return y.narrow(1, 0, 40), grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups)
 
     y, dw = products()

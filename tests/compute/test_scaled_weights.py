@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import E4M3, E5M2
@@ -131,16 +132,14 @@ def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
 
 @pytest.mark.parametrize("scaling", ["window", "dynamic", "delayed"])
 def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
-    from fp8_backends.compute.native import linear as linear_function
-
     seen = []
-    original = linear_function.scaled_product
+    original = layer_rule.scaled_product
 
     def watched(a, b, *rest, **named):
         seen.append(b)
         return original(a, b, *rest, **named)
 
-    monkeypatch.setattr(linear_function, "scaled_product", watched)
+    monkeypatch.setattr(layer_rule, "scaled_product", watched)
     scaled, _ = pair(scaling, torch.float8_e4m3fn)
     weight = scaled[0].weight
     run(scaled, torch.randn(16, 33), torch.randn(16, 48))

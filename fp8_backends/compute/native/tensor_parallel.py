@@ -28,7 +28,7 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.meshes import agreed_over
 from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import is_distributed
-from ..layer_parts import part_obstacle
+from ..refusals import part_obstacle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
