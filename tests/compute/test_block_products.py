@@ -91,16 +91,6 @@ def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
             assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
 
 
-def test_a_compiler_traces_the_products_of_a_gpu():
-    def both(x, w):
-        made = [(blocks, blocks.quantize(x, E4M3), blocks.quantize(w, E4M3)) for blocks in (VECTORS, MX)]
-        return [block_scaled_product(a, blocks, b, blocks, torch.bfloat16) for blocks, a, b in made]
-
-    x, w = torch.empty(21, 272, device="meta"), torch.empty(303, 272, device="meta")
-    for out in torch.compile(both, fullgraph=True, backend="eager")(x, w):
-        assert out.shape == (21, 303)
-
-
 def test_scales_of_mx_lie_as_cublas_reads_them():
     """Its documentation: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
     scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)

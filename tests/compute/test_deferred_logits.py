@@ -170,21 +170,21 @@ def test_whatever_else_reads_logits_finds_them_to_the_bit(use):
     assert all(torch.equal(mine, torchs) for mine, torchs in zip(found, expected, strict=True))
 
 
-def test_a_penalty_after_the_loss_adds_its_gradients():
-    def penalty_last(logits, labels):
-        return of_transformers(logits, labels) + logits.float().square().mean()
-
-    found, expected = Run(True).results(penalty_last), Run(False).results(penalty_last)
-    for mine, torchs in zip(found, expected, strict=True):
-        assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
+def penalty_last(logits, labels):
+    return of_transformers(logits, labels) + logits.float().square().mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", [of_transformers, after_a_penalty, with_class_weights])
-def test_a_compiled_loss_is_the_same(use):
-    """Its graph breaks where it meets the logits."""
-    found = Run(True).results(torch.compile(use, backend="eager"))
-    for mine, torchs in zip(found, Run(False).results(use), strict=True):
+def compiled(use):
+    """Its graph breaks at the logits."""
+    return pytest.param(torch.compile(use, backend="eager"), use, marks=pytest.mark.slow, id=f"compiled {use.__name__}")
+
+
+@pytest.mark.parametrize(
+    "use,reference",
+    [(penalty_last, penalty_last), *map(compiled, (of_transformers, after_a_penalty, with_class_weights))],
+)
+def test_a_penalty_after_the_loss_and_compiled_losses_have_the_same_gradients(use, reference):
+    for mine, torchs in zip(Run(True).results(use), Run(False).results(reference), strict=True):
         assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
 
 

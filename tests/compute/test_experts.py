@@ -341,32 +341,37 @@ def fake_weight(*shape, stored):
     return Stored(torch.empty(shape, device="cuda", dtype=stored), torch.empty((), device="cuda"))
 
 
+def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=None):
+    """Run forward and backward of 37 rows in 2 or 5 groups, and return the operators that ran."""
+    rule, (out, into), experts = layer_rule(recipes.resolve(f"native:{scaling}")), sizes, len(groups.ends)
+    with Calls() as calls:
+        x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
+        shape = (experts, into, out) if transposed else (experts, out, into)
+        weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
+        state = torch.empty(experts, 3, 18, dtype=torch.int32, device="cuda") if scaling == "window" else None
+        context, w8 = Context(), quantized_weight(rule, of_weight, state, transposed, True)
+        constants = Ledger(torch.device("cuda")), state, rule, None, transposed, torch.bfloat16, True, False
+        y = GroupedFunction.forward(context, x, weight, *constants, groups, w8, of_weight, arrived)
+        with torch.no_grad():  # as autograd calls it
+            dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
+    assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+    assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
+    return calls.seen
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "native:window"])
-def test_a_gpu_accepts_every_product(backend, stored, transposed):
-    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales. Of
-    codes that arrived from another rank too."""
-    rule = layer_rule(recipes.resolve(backend))
+@pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
+def test_a_gpu_accepts_every_product(scaling, stored, transposed):
+    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales.
+    Codes from another rank included."""
     for out, into in ((64, 32), (40, 24), (1, 33), (33, 1)):
-        with FakeTensorMode(), Calls() as calls:
-            x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-            shape = (5, into, out) if transposed else (5, out, into)
-            weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
-            state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
+        with FakeTensorMode():
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
-            context, ledger = Context(), Ledger(torch.device("cuda"))
             codes = torch.empty(37, into, device="cuda", dtype=E4M3.dtype), torch.empty(37, 1, device="cuda")
-            arrived = Quantized(*codes) if rule.scaling == "rowwise" and out == 40 else None
-            operands = groups, quantized_weight(rule, of_weight, state, transposed, True), of_weight, arrived
-            y = GroupedFunction.forward(
-                context, x, weight, ledger, state, rule, None, transposed, torch.bfloat16, True, False, *operands
-            )
-            with torch.no_grad():  # as autograd calls it
-                dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
-        assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
-        assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
-        assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
+            arrived = Quantized(*codes) if scaling == "rowwise" and out == 40 else None
+            calls = step_on_fake_tensors(scaling, (out, into), stored, transposed, groups, arrived)
+        assert calls.count(torch.ops.aten._scaled_grouped_mm.default) == 3
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -422,23 +427,11 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
         grouped_product=grouped_products._product_by_group,
         grouped_wgrad=grouped_products._wgrad_by_group,
     )
-    rule = layer_rule(recipes.resolve(f"native:{scaling}"))
-    out, into = 40, 24
-    with FakeTensorMode(), Calls() as calls:
+    with FakeTensorMode():
         monkeypatch.setattr(torch.ops, "fp8_backends", entered)
-        x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-        shape = (2, into, out) if transposed else (2, out, into)
-        weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
         groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(2, device="cuda"))
-        context, ledger = Context(), Ledger(torch.device("cuda"))
-        operands = groups, quantized_weight(rule, of_weight, None, transposed, True), of_weight, None
-        y = GroupedFunction.forward(
-            context, x, weight, ledger, None, rule, None, transposed, torch.bfloat16, True, False, *operands
-        )
-        with torch.no_grad():
-            dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
-    assert y.shape == (37, out) and dx.shape == x.shape and dw.shape == weight.shape and dw.dtype == weight.dtype
-    assert calls.seen.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
+        calls = step_on_fake_tensors(scaling, (40, 24), stored, transposed, groups)
+    assert calls.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
 
 
 @pytest.mark.parametrize("lines", [False, True])

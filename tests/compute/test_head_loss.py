@@ -149,19 +149,6 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
         assert torch.equal(layer.fp8_scaling, ordinary.fp8_scaling)
 
 
-def test_fp8_is_close_to_high_precision():
-    """E4M3 operands of normal data: a loss within 0.02 nats, gradients within 10 % of their norm (measured: 3 to 6)."""
-    head, x, labels = problem(0, 512, 256, 1024, torch.float32, False)
-    wanted, _ = head_loss(head, x, labels, HeadProducts(head.weight, None, torch.float32))
-    exact = gradients(wanted, head, x)
-    for scaling in SCALINGS:
-        layer = fp8_head(head, scaling)
-        loss, _ = head_loss(layer, x, labels, layer.head_products(torch.float32))
-        assert abs(loss.item() - wanted.item()) < 0.02
-        for gradient, expected in zip(gradients(loss, layer, x), exact, strict=True):
-            assert 0.005 < ((gradient - expected).norm() / expected.norm()).item() < 0.1, scaling
-
-
 def test_without_a_label_that_counts_the_loss_is_nan_and_gradients_are_zero():
     head, x, labels = problem(0, 20, 16, 30, torch.float32, True, ignored=2.0)
     loss, _ = head_loss(head, x, labels, HeadProducts(head.weight, head.bias, torch.float32))

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends.compute import expert_dispatch, hardware
+from fp8_backends.compute import expert_functions, hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
@@ -72,13 +72,16 @@ def whole(step: int) -> dict[str, torch.Tensor]:
     return batch(rows=4, seed=step)
 
 
-def steps(model, optimizer, numbers, given=share) -> list[float]:
+in_bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def steps(model, optimizer, numbers, given=share, backward=torch.Tensor.backward, autocast=in_bf16) -> list[float]:
     """Losses, mean over ranks."""
     losses = []
     for step in numbers:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             loss = model(**given(step)).loss.float()
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(loss))
@@ -133,12 +136,15 @@ def check_stored_experts_resume_to_the_bit() -> None:
         with fp8_backends.checkpoints.whole_states(optimizer):
             saved = copy.deepcopy(get_state_dict(model, optimizer))
         assert all(not isinstance(local_part(weight), ScaledTensor) for weight in saved[0].values())
-        other, resumed = prepared("mixtral", "msamp:O4", wrap, seed=3)
-        states = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-        set_state_dict(other, resumed, **states)
-        ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
-        found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
-        assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+        resume(saved, model, optimizer, *prepared("mixtral", "msamp:O4", wrap, seed=3))
+
+
+def resume(saved, model, optimizer, other, resumed) -> None:
+    """Load (states of model and optimizer) into another pair, and train both to the same losses."""
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
+    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
+    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
 
 
 def check_fsdp2_recomputes_and_casts_its_shards() -> dict:
@@ -183,19 +189,11 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
         with accelerator(3, spec) as acc:
             model = build("mixtral")
             model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-            found = []
-            for step in range(STEPS):
-                with acc.autocast():
-                    loss = model(**share(step)).loss.float()
-                acc.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(mean(loss))
+            losses[spec] = steps(model, optimizer, range(STEPS), backward=acc.backward, autocast=acc.autocast)
             counts(acc.unwrap_model(model))
-        losses[spec] = found
         expected = trained("mixtral", spec, in_ddp)[0]
         unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps
-        assert all(abs(a - b) <= unit * b for a, b in zip(found, expected, strict=True)), (found, expected)
+        assert all(abs(a - b) <= unit * b for a, b in zip(losses[spec], expected, strict=True)), (losses, expected)
     return losses
 
 
@@ -411,7 +409,7 @@ def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
     root = experts_in_fp8(spec, torch.float32, share=True)
     hidden, chosen, weights = routed(40, dist.get_rank())
     hidden *= torch.logspace(-30, 30, WIDTH, base=2.0)
-    exchange = expert_dispatch._implementation_of(root.experts.forward)
+    exchange = expert_functions.exchange_of(root.experts.forward)
     values, ids, _, _ = exchange.plain.all_to_all._dispatch_tokens(hidden, chosen, weights)
     tokens, same_ids, _, _ = exchange._dispatch_tokens(hidden, chosen, weights)
     assert torch.equal(ids, same_ids) and tokens.dtype == values.dtype
@@ -445,12 +443,7 @@ def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() 
     for state, found in zip(states_of(model), copies, strict=True):
         dist.all_gather(found, state)
         assert all(torch.equal(each, state) for each in found)
-    saved = copy.deepcopy(get_state_dict(model, optimizer))
-    other, resumed = fresh(3)
-    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
-    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
-    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
-    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+    resume(copy.deepcopy(get_state_dict(model, optimizer)), model, optimizer, *fresh(3))
     experts = model.get_parameter(EXPERTS).full_tensor()
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]

@@ -26,29 +26,14 @@ import torch
 from torch import nn
 
 from ...numerics.engine import inside_backward
-from ...numerics.formats import E4M3, RECIPE_FORMATS, Format
+from ...numerics.formats import E4M3, RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import owner_of
 from ...numerics.parameter_swap import swap
-from ...numerics.scaled_tensor import ScaledTensor
-from ...numerics.scaling import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    Quantized,
-    check_state,
-    delayed_scale,
-    power_of_two_scale,
-    rolled_delayed_states,
-    rolled_window_states,
-    scale_from_amax,
-    tensor_amax,
-    window_scale,
-)
-from ...numerics.sharded_tensor import device_of, is_distributed, local_part
-from ...numerics.statistics import Cast, in_blocks
+from ...numerics.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
+from ...numerics.sharded_tensor import device_of, local_part
+from ...numerics.statistics import Cast
 from ..counts import KINDS, ProductCounts
-from ..deferred_logits import DefersLogits
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
@@ -60,7 +45,7 @@ from .experts import FP8Experts, FP8ExpertWeight
 from .fused_head import FP8Head
 from .gathers import ExpertCodes, WeightCodes
 from .grouped_products import grouped_engine_for
-from .layer_rule import DGRAD, FPROP, STATEFUL, WGRAD, LayerRule, Stored
+from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FROZEN, FP8Linear, FP8Products, SharedCodes, frozen
 from .tensor_parallel import Cut, cut_obstacle
@@ -71,8 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fp8_backends")
 
 _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
-_PRODUCTS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}
-"""The products that read a tensor."""
 
 
 class NativeCompute(Compute):
@@ -215,24 +198,7 @@ class NativeCompute(Compute):
         return codes
 
     def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Describe the cast for the first product of a tensor: fprop for input and weight, dgrad for the gradient. None
-        for experts, a head in chunks of tokens, a sharded weight, and a weight stored only in FP8."""
-        if not isinstance(module, FP8Products) or isinstance(module, DefersLogits):
-            return None
-        rule = module.fp8_rule
-        in_fp8 = module.training or rule.fp8_in_eval
-        if not in_fp8 or all(rule.high_precision[product] for product in _PRODUCTS[tensor]):
-            return None
-        if tensor == WEIGHT:
-            return _cast_of_weight(module, values)
-        fmt = rule.gradient_format if tensor == GRAD_OUTPUT else rule.forward_format
-        matrix = values.detach().reshape(-1, values.shape[-1])
-        if rule.along is not None:
-            return in_blocks(matrix, fmt, rule.along.blocks)
-        amax = tensor_amax(matrix)
-        if rule.scaling == "window":
-            return Cast(matrix, fmt, amax, window_scale(module.fp8_scaling, tensor, amax, fmt))
-        return Cast(matrix, fmt, amax, _one_scale(module, tensor, amax, fmt))
+        return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)
@@ -357,27 +323,3 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         bool(recipe.fp8_params),
         recipe.activation_comm == "fp8",
     )
-
-
-def _cast_of_weight(layer: FP8Products, weight: torch.Tensor) -> Cast | None:
-    rule, fmt = layer.fp8_rule, layer.fp8_rule.forward_format
-    if is_distributed(weight):
-        return None
-    stored = layer._matrix(Stored.of(weight))
-    if stored.is_in(fmt):  # the optimizer's cast of the exact values
-        if not isinstance(weight, ScaledTensor) or weight.rest is None:
-            return None
-        exact = layer._matrix(Stored(weight.exact(torch.float32), None)).data
-        return Cast(exact, fmt, tensor_amax(exact), stored.scale_inv.reciprocal(), codes=stored.data)
-    values = stored.data if stored.scale_inv is None else stored.values(torch.float32)
-    if rule.along is not None:
-        return in_blocks(values, fmt, rule.along.weight_blocks)
-    amax = tensor_amax(values)
-    scale = power_of_two_scale(amax, fmt) if rule.scaling == "window" else _one_scale(layer, WEIGHT, amax, fmt)
-    return Cast(values, fmt, amax, scale)
-
-
-def _one_scale(layer: FP8Products, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    if layer.fp8_rule.scaling == "delayed":
-        return delayed_scale(layer.fp8_scaling, tensor).clone()  # the state changes later
-    return scale_from_amax(amax, fmt)

@@ -25,10 +25,10 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, ROWS, WEIGHT, Blocks, Quantized
 from ...numerics.sharded_tensor import is_distributed
 from .. import expert_functions
-from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
+from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_experts, own_part
 from ..interface import Recipe
 from ..refusals import is_parallel, refuse_second_derivative
-from .grouped_products import BY_ROWS, Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
+from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
     amaxes_of_experts,
     amaxes_of_groups,
@@ -148,7 +148,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
-        self.fp8_own, self.fp8_cut = self.own_experts, self.cut
+        self.fp8_own, self.fp8_cut = own_experts(*self.fp8_owner), self.cut
         self.fp8_out_dtype = torch.bfloat16
         self._reset_state(self.weight.device)
 
@@ -237,8 +237,8 @@ class GroupedFunction(torch.autograd.Function):
         if rule.high_precision[FPROP]:
             y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
         else:
-            scaling, operands = _scaling(rule), (x8.along_columns(), w8.along_columns())
-            y = grouped_product(*operands, groups, scaling, out_dtype, fast_accumulation=True)
+            operands = x8.along_columns(), w8.along_columns()
+            y = grouped_product(*operands, groups, rule.grouped_scaling, out_dtype, fast_accumulation=True)
             y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
         amaxes = (None, None)
         if state is not None and records:
@@ -283,21 +283,15 @@ class GroupedFunction(torch.autograd.Function):
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
-    """Return True if the output's gradient has a scale for each row of each product."""
+    """Return True if the gradient has a scale for each row of each product."""
     return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
 
 
 def quantized_weight(
     rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut: Cut | None = None
 ) -> Layouts:
-    """Quantize a weight as [experts, out, in] for fprop, and for dgrad if the same codes serve. Empty layouts if no
-    product reads them.
-
-    Args:
-        stored: data [experts, out, in], or [experts, in, out] if `transposed`.
-        state: of the delayed rule, or None; read-only.
-        cut: the cut of each expert over ranks.
-    """
+    """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and for dgrad if the same
+    codes serve. Empty layouts if no product reads them. `state`: of the delayed rule, read-only."""
     rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
     return oriented_layouts(rule, cut, stored, transposed, state, rows, columns) if rows or columns else Layouts()
 
@@ -365,11 +359,6 @@ def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torc
         record_amaxes(state, tensor, amax, rule.keeps_nan)
 
 
-def _scaling(rule: LayerRule) -> str:
-    """Return the scaling of grouped operands."""
-    return rule.scaling if rule.has_blocks else BY_ROWS
-
-
 def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
     """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in, out]."""
     if rule.high_precision[DGRAD]:
@@ -379,7 +368,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
     if gathered or rule.along is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
-    return grouped_product(dy8.along_columns(), w8, groups, _scaling(rule), dy.dtype)
+    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
 
 
 def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
@@ -388,7 +377,7 @@ def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Te
         operands = dy, x.codes.to(dy.dtype)
         return plain_wgrad(*(reversed(operands) if transposed else operands), groups)
     operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
-    return grouped_wgrad(*operands, groups, _scaling(rule), dy.dtype)
+    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype)
 
 
 def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -17,6 +17,9 @@ from .linear import FROZEN, FP8Linear
 class FP8Head(DefersLogits, FP8Linear):
     weight_types = FROZEN
 
+    def cast_of(self, tensor: int, values: torch.Tensor) -> None:
+        """Return None: scales differ from chunk to chunk."""
+
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype

@@ -145,20 +145,18 @@ def grouped_product(
         return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, scaling, out_dtype, fast_accumulation)
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
-        scales = a.scale_inv.unsqueeze(1), b.scale_inv.unsqueeze(2)
-        operands = a.codes, scales[0], b.codes, scales[1], groups.operand_ends
-        return groups.rows_of(
-            torch.ops.fp8_backends.grouped_product(*operands, scaling, torch.bfloat16, fast_accumulation)
+        operands = a.codes, a.scale_inv.unsqueeze(1), b.codes, b.scale_inv.unsqueeze(2), groups.operand_ends
+        out = torch.ops.fp8_backends.grouped_product(*operands, scaling, torch.bfloat16, fast_accumulation)
+    else:
+        out = torch._scaled_grouped_mm(
+            row_major(pad(a.codes, 1, ALIGNMENT)),
+            row_major(pad(b.codes, ALIGNMENT, ALIGNMENT)).transpose(1, 2),  # column-major
+            a.scale_inv,
+            pad_scales(b.scale_inv),
+            offs=groups.operand_ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast_accumulation,
         )
-    out = torch._scaled_grouped_mm(
-        row_major(pad(a.codes, 1, ALIGNMENT)),
-        row_major(pad(b.codes, ALIGNMENT, ALIGNMENT)).transpose(1, 2),  # column-major
-        a.scale_inv,
-        pad_scales(b.scale_inv),
-        offs=groups.operand_ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accumulation,
-    )
     return groups.rows_of(out)
 
 
@@ -166,15 +164,11 @@ def grouped_wgrad(
     a: Quantized, b: Quantized, groups: Groups, scaling: str = BY_ROWS, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Multiply over the rows of each group, `a[:, rows of g] @ b[:, rows of g].T`; zeros for a group without rows.
+    Returns [groups, at least m, at least k] of out_dtype.
 
     Args:
-        a: codes [m, places], scale_inv [groups, m], laid out for an operand; with block scales codes [m, rows] and
-            scales as `quantize_groups_in_blocks` returns them.
-        b: codes and scales of [k, places] likewise.
-        scaling, out_dtype: see `grouped_product`.
-
-    Returns:
-        [groups, at least m, at least k] of out_dtype.
+        a, b: codes [m or k, places], scale_inv [groups, m or k], laid out for an operand; with block scales as
+            `quantize_groups_in_blocks` transposes them.
     """
     if scaling != BY_ROWS:
         return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype)

@@ -72,16 +72,7 @@ def quantize_groups(
     if _is_traced(x):
         parts = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, lines)
         return _from_list(parts, rows, columns, not lines)
-    if lines:
-        by_rows = _by_rows(x, fmt) if rows else None
-        return _placed(groups, by_rows, _by_columns(x, groups, fmt) if columns else None)
-    amax = amaxes_of_groups(x, groups)
-    scale = scale_from_amax(amax, fmt) if scale is None else scale
-    codes = cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt)
-    scale_inv = scale_inv_of(scale, amax)
-    by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids))
-    by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1]))
-    return _placed(groups, by_rows if rows else None, by_columns if columns else None, amax)
+    return _placed(groups, *_quantize_plainly(x, groups, fmt, scale, rows, columns, lines))
 
 
 def quantize_experts(
@@ -98,11 +89,9 @@ def quantize_experts(
 
     Args:
         weight: [experts, rows, columns], bf16, fp16 or fp32.
-        scale: FP32 [experts]; None: from the amaxes.
-        rows, columns: return `codes`, and `transposed`.
+        scale, rows, columns, lines: as in `quantize_groups`, for each expert.
         stored_scale_inv: FP32, 0-dimensional, a power of two, for data of a ScaledTensor: scale, scale_inv and amax
             belong to the values `weight * stored_scale_inv`.
-        lines: give each row of each expert its own scale, and in `transposed` each column.
         split: the cut of each matrix over ranks, for scales of the whole.
 
     Returns:
@@ -125,12 +114,9 @@ def quantize_experts(
 
 
 def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
-    """Return views of a weight in FP8, [experts, rows, columns]; products lay them out for their engine.
-
-    Args:
-        scale_inv: 0-dimensional, one for all experts, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns].
-            Lines with several scales have no layout.
-    """
+    """Return views of a weight in FP8, [experts, rows, columns]; products lay them out for their engine. scale_inv is
+    0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns]: lines with several scales have no
+    layout."""
     experts, rows, columns = codes.shape
     scale_inv = scale_inv if scale_inv.dim() else scale_inv.repeat(experts, 1, 1)
     of_rows, of_columns = (None, None), (None, None)
@@ -155,18 +141,15 @@ def _quantize_data(
     if _is_traced(weight):
         parts = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, lines)
         return _from_list(parts, rows, columns, not lines)
-    if lines:
-        by_columns = _rows_of_experts(weight.transpose(1, 2), fmt) if columns else None
-        return _padded(_rows_of_experts(weight, fmt) if rows else None, by_columns)
-    amax = amaxes_of_experts(weight)
-    scale = scale_from_amax(amax, fmt) if scale is None else scale
-    of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
-    codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
-    by_rows, by_columns = (
-        Quantized(codes, scale_inv_of(scale, amax).unsqueeze(1).repeat(1, n)) for n in weight.shape[1:]
-    )
-    by_columns = by_columns._replace(codes=codes.transpose(1, 2))
-    return _padded(by_rows if rows else None, by_columns if columns else None, amax)
+    experts, height, width = weight.shape
+    every = torch.arange(experts, device=weight.device)
+    groups = Groups(every.repeat_interleave(height), every)  # products read the ends, casts only their number
+    by_rows, by_columns, amax = _quantize_plainly(weight.reshape(-1, width), groups, fmt, scale, rows, columns, lines)
+    if by_rows is not None:
+        by_rows = Quantized(by_rows.codes.view(weight.shape), by_rows.scale_inv.view(experts, height))
+    if by_columns is not None:
+        by_columns = by_columns._replace(codes=by_columns.codes.view(weight.shape).transpose(1, 2))
+    return _padded(by_rows, by_columns, amax)
 
 
 def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, split: Split) -> Layouts:
@@ -186,24 +169,27 @@ def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, column
     return Layouts(*layouts[:2], *_padded(None, q)[2:])
 
 
-def _by_rows(x: torch.Tensor, fmt: Format) -> Quantized:
-    """Quantize x [rows, columns] with one scale for each row. scale_inv: [rows]."""
-    layouts = quantize_blocks(x, ROWS, fmt, columns=False)
-    return Quantized(layouts.codes, layouts.scale_inv.squeeze(1))
-
-
-def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
-    """Quantize x [rows, columns] with one scale for each column of each group. scale_inv: [groups, columns]."""
-    amax = x.new_zeros(groups.ends.shape[0], x.shape[1])
-    amax = amax.scatter_reduce(0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax").float()
-    scale = scale_from_amax(amax, fmt)
-    return Quantized(cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax))
-
-
-def _rows_of_experts(weight: torch.Tensor, fmt: Format) -> Quantized:
-    """Quantize weight [experts, n, k] with one scale for each row. scale_inv: [experts, n]."""
-    codes, scale_inv = _by_rows(weight.reshape(-1, weight.shape[2]), fmt)
-    return Quantized(codes.view(weight.shape), scale_inv.view(weight.shape[:2]))
+def _quantize_plainly(
+    x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+) -> tuple[Quantized | None, Quantized | None, torch.Tensor | None]:
+    """Return codes [rows, columns] with scales of rows [rows], with scales of columns [groups, columns], and amaxes."""
+    by_rows = by_columns = None
+    if not lines:
+        amax = amaxes_of_groups(x, groups)
+        scale = scale_from_amax(amax, fmt) if scale is None else scale
+        codes, scale_inv = cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax)
+        by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids)) if rows else None
+        by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1])) if columns else None
+        return by_rows, by_columns, amax
+    if rows:
+        codes, scale_inv, *_ = quantize_blocks(x, ROWS, fmt, columns=False)
+        by_rows = Quantized(codes, scale_inv.squeeze(1))
+    if columns:
+        amax = x.new_zeros(groups.ends.shape[0], x.shape[1])
+        amax = amax.scatter_reduce(0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax").float()
+        scale = scale_from_amax(amax, fmt)
+        by_columns = Quantized(cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax))
+    return by_rows, by_columns, None
 
 
 def _placed(
@@ -282,21 +268,17 @@ def _quantize_experts(
 @_quantize_experts.register_fake
 def _empty_experts(weight, dtype, scale, rows, columns, lines):
     experts, height, width = weight.shape
-    return _empty(weight, (experts, _multiple(height)), width, experts, dtype, rows, columns, lines)
+    return _empty(weight, (experts, height + -height % ALIGNMENT), width, experts, dtype, rows, columns, lines)
 
 
 def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool, lines: bool) -> list[torch.Tensor]:
     """Allocate the result of an operator. places: shape of the scales of rows."""
-    width = _multiple(width)
+    width += -width % ALIGNMENT
     by_rows = [x.new_empty(*places, width, dtype=dtype), x.new_empty(places, dtype=torch.float32)]
     transposed = x.new_empty(*places[:-1], width, places[-1], dtype=dtype)
     by_columns = [transposed, x.new_empty(groups, width, dtype=torch.float32)]
     amax = [] if lines else [x.new_empty(groups, dtype=torch.float32)]
     return (by_rows if rows else []) + (by_columns if columns else []) + amax
-
-
-def _multiple(length: int) -> int:
-    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def _as_list(layouts: Layouts) -> list[torch.Tensor]:
@@ -316,16 +298,9 @@ def _from_list(parts: list[torch.Tensor], rows: bool, columns: bool, has_amax: b
 def quantize_groups_in_blocks(
     x: torch.Tensor, groups: Groups, rule: LayerRule, fmt: Format, rows: bool, columns: bool
 ) -> Layouts:
-    """Quantize rows of groups in the rule's blocks. Blocks of wgrad, which contracts rows, start anew at each group.
-
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        rows, columns: return `codes`, and `transposed`.
-
-    Returns:
-        codes [rows, columns] with the scales of `Blocks`; transposed [columns, rows], and transposed_scale_inv
-        [columns, at least the blocks of all groups], a group's scales at its `block_places`.
-    """
+    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad, which contracts rows, start anew at each group:
+    transposed [columns, rows] has transposed_scale_inv [columns, at least the blocks of all groups], a group's scales
+    at its `block_places`."""
     along_columns = along_rows = (None, None)
     if rows:
         along_columns = quantize_blocks(x, rule.along.blocks, fmt, columns=False)[:2]
@@ -335,15 +310,9 @@ def quantize_groups_in_blocks(
 
 
 def experts_in_blocks(stored: Stored, blocks: Blocks, fmt: Format, turned: bool) -> Quantized:
-    """Quantize each expert's matrix, or its transpose if `turned`, like the weight of a layer of its own.
-
-    Args:
-        stored: data [experts, rows, columns]. FP8 codes stay as they are, with their scale in every block, or with the
-            scales of their blocks.
-
-    Returns:
-        codes [experts, n, k], scales [experts, rows of blocks, blocks in a row].
-    """
+    """Quantize each expert's matrix of data [experts, rows, columns], or its transpose if `turned`, like the weight of
+    a layer: codes [experts, n, k], scales [experts, rows of blocks, blocks in a row]. FP8 codes stay as they are, with
+    their scale in every block, or with the scales of their blocks."""
     if stored.is_in(fmt):
         codes = stored.data.transpose(1, 2) if turned else stored.data
         if stored.scale_inv.dim():

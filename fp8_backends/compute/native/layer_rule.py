@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...numerics import gathered_codes
 from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
-from ...numerics.gathered_codes import FPROP as FOR_FPROP
 from ...numerics.gathered_codes import GatheredCodes
 from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
@@ -94,6 +94,11 @@ class LayerRule(NamedTuple):
     def has_blocks(self) -> bool:
         """Return True if a scale covers only a part of the contraction."""
         return self.along is not None and self.along.blocks is not ROWS
+
+    @property
+    def grouped_scaling(self) -> str:
+        """The scaling of operands of grouped products."""
+        return self.scaling if self.has_blocks else "rowwise"
 
     @property
     def gathers_codes(self) -> bool:
@@ -193,7 +198,7 @@ class Stored(NamedTuple):
     values."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor, product: str = FOR_FPROP) -> Stored:
+    def of(cls, weight: torch.Tensor, product: str = gathered_codes.FPROP) -> Stored:
         """Unwrap a weight; of FSDP2's gathered codes, the ones for this product."""
         if isinstance(weight, GatheredCodes):
             return cls(*weight.read_by(product))

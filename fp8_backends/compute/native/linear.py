@@ -19,8 +19,21 @@ from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaled_tensor import ScaledTensor, quantize
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, record_amax, record_window_amax
+from ...numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Quantized,
+    delayed_scale,
+    power_of_two_scale,
+    record_amax,
+    record_window_amax,
+    scale_from_amax,
+    tensor_amax,
+    window_scale,
+)
 from ...numerics.sharded_tensor import is_distributed
+from ...numerics.statistics import Cast, in_blocks
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
@@ -249,6 +262,43 @@ class FP8Products(KeepsLedger):
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
         return stored.quantized(rule.forward_format, rule, self.fp8_scaling, columns=False).along_columns()
+
+    def cast_of(self, tensor: int, values: torch.Tensor) -> Cast | None:
+        """Describe the cast for the first product of a tensor: fprop for input and weight, dgrad for the gradient. None
+        for a sharded weight, and a weight stored only in FP8."""
+        rule = self.fp8_rule
+        readers = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}[tensor]
+        if not (self.training or rule.fp8_in_eval) or all(rule.high_precision[product] for product in readers):
+            return None
+        fmt = rule.gradient_format if tensor == GRAD_OUTPUT else rule.forward_format
+        if tensor != WEIGHT:
+            matrix = values.detach().reshape(-1, values.shape[-1])
+        elif is_distributed(values):
+            return None
+        else:
+            stored = self._matrix(Stored.of(values))
+            if stored.is_in(fmt):
+                return self._cast_by_optimizer(values, stored)
+            matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
+        if rule.along is not None:
+            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
+        amax = tensor_amax(matrix)
+        if rule.scaling == "delayed":
+            scale = delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
+        elif rule.scaling == "dynamic":
+            scale = scale_from_amax(amax, fmt)
+        elif tensor == WEIGHT:
+            scale = power_of_two_scale(amax, fmt)
+        else:
+            scale = window_scale(self.fp8_scaling, tensor, amax, fmt)
+        return Cast(matrix, fmt, amax, scale)
+
+    def _cast_by_optimizer(self, weight: torch.Tensor, stored: Stored) -> Cast | None:
+        if not isinstance(weight, ScaledTensor) or weight.rest is None:
+            return None
+        exact = self._matrix(Stored(weight.exact(torch.float32), None)).data
+        scale = stored.scale_inv.reciprocal()
+        return Cast(exact, self.fp8_rule.forward_format, tensor_amax(exact), scale, codes=stored.data)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
