@@ -48,6 +48,27 @@ class GPURules(TorchDispatchMode):
         self.products.append((tuple(a.shape), tuple(b.shape)))
 
 
+class Calls(TorchDispatchMode):
+    """Collects the operators that run."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Context:
+    """The context of an autograd function; autograd itself has no fake CUDA tensors without a driver."""
+
+    needs_input_grad = (True, True, True)
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+
 def block_product(a, b, scale_a, kind_a, swizzle_a, scale_b, kind_b, swizzle_b, bias, out_dtype, *_):
     """`_scaled_mm_v2` of FP8 a [m, k] and b [k, n] with block scales, by cuBLAS's description of their layouts."""
     values = (

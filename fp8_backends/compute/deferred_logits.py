@@ -2,12 +2,11 @@
 
 In training, a deferring head (`DefersLogits`) returns a `DeferredLogits`: a tensor with the logits' shape, dtype and
 place in the autograd graph, but no memory. It records casts, views of whole rows, and elementwise functions such as a
-softcap. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits. Any other reader gets the logits, computed
-once, at that moment, by the layer's usual forward, with gradients. Nothing depends on the model or the loop:
-transformers' loss, `nn.CrossEntropyLoss` and a metric all work.
+softcap. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits. Any other reader (a metric, another loss)
+gets the logits, computed once, at that moment, by the layer's usual forward, with gradients.
 
-The logits of a chunk exist until its gradients are computed, in the same sweep: [tokens, vocabulary] is never whole in
-memory. Forward keeps for backward the gradient of the hidden states, and of the weight, summed in FP32:
+The logits of a chunk exist until its gradients are computed, in the same sweep. Forward keeps for backward the gradient
+of the hidden states, and of the weight, summed in FP32:
 
     for each chunk     y = head(x)             loss += cross_entropy(f(y), labels)
                        dy = softmax - labels   dx = dy @ w         dw += dy.T @ x
@@ -149,9 +148,8 @@ class Pending:
         if self.output is None:
             if self.is_stale:
                 raise FP8BackendError(
-                    "fused_head=True: the loss was made without logits, and they cannot be made any more, since the "
-                    "head's weight or its input has changed. Read logits before optimizer.step(), or leave fused_head "
-                    "out"
+                    "fused_head=True: the loss ran without logits, and the head's weight or input has changed since. "
+                    "Read logits before optimizer.step(), or leave fused_head out"
                 )
             context = torch.autocast(self.x.device.type, self.out_dtype, self.autocast)
             with torch.enable_grad(), context:
@@ -275,14 +273,7 @@ def _deferred(func, args: tuple, kwargs: dict) -> DeferredLogits | None:
 
 
 def _fused_cross_entropy(
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
 ) -> torch.Tensor | None:
     """Compute `F.cross_entropy` without logits; None for arguments beyond chunks of rows."""
     is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")

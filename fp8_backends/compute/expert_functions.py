@@ -1,16 +1,13 @@
 """Run mixtures of experts in `transformers` through its registries of expert functions and of exchanges of tokens.
 
 Such a model keeps the weights of all experts of a block in 3-D Parameters of one module, `gate_up_proj` (or `up_proj`)
-and `down_proj`. Class attributes describe their layout (`is_transposed`, `has_bias`, `has_gate`), and the module's
-forward calls the function named by the configuration (`_experts_implementation`). A function of this package joins the
-registry, and only converted modules name it.
+and `down_proj`; class attributes describe their layout. The module's forward calls the function named by the
+configuration (`_experts_implementation`). A function of this package joins the registry, and only converted modules
+name it. A converted weight stays the module's own Parameter, with counter and scaling state in an `ExpertWeight` beside
+it, under `fp8_weights`, a segment omitted from this package's names.
 
-Under expert parallelism (transformers' `MoEParamShard`) a weight is a DTensor with its first dimension, of experts,
-over the ranks of a mesh. The module's forward then sees only this rank's experts, and ids count from the first of them;
-one past the last marks a row of another rank.
-
-A converted weight stays the module's own Parameter. Its counter and scaling state are in an `ExpertWeight` beside it,
-under `fp8_weights`, a segment omitted from this package's names.
+Under expert parallelism (transformers' `MoEParamShard`) the weight is a DTensor split by experts. The module's forward
+then sees only this rank's experts, and ids count from the first of them; one past the last marks a row of another rank.
 
 With `activation_comm="fp8"`, tokens travel to the experts of other ranks as FP8 codes. transformers sends each pair of
 a token and an expert to the expert's rank by an all-to-all, and the results back by a second one (`AllToAllEP`).
@@ -116,16 +113,10 @@ class ExpertWeights(nn.ModuleDict):
         raise NotImplementedError
 
     def product(
-        self,
-        experts: nn.Module,
-        part: str,
-        x: torch.Tensor,
-        groups: Any,
-        out_dtype: torch.dtype,
-        arrived: Quantized | None = None,
+        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Any, out_dtype: torch.dtype, arrived=None
     ) -> torch.Tensor:
         """Return [rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not.
-        `arrived`: the codes of x for fprop, if another rank sent them."""
+        `arrived`: the `Quantized` x for fprop, if another rank sent it."""
         raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
@@ -299,10 +290,10 @@ def detach(module: nn.Module, parts: Iterable[str] | None = None) -> None:
 
 def function_before(experts: nn.Module) -> Callable:
     """Return the function of this module before its conversion."""
-    own = type(experts).forward.__wrapped__
+    default = type(experts).forward.__wrapped__
     config = experts.config.original if isinstance(experts.config, ExpertsConfig) else experts.config
     name = config._experts_implementation
-    return own if name in (None, NAME) else _registry().get(name, own)
+    return default if name in (None, NAME) else _registry().get(name, default)
 
 
 def _run(experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
@@ -371,8 +362,8 @@ def _implementation() -> type:
     parent = getattr(_parallelism(), _PARENT)
     state = getattr(_parallelism(), "_AllToAllState", None)
     fields = {"top_k_weights", "order", "send_sizes", "recv_sizes", "num_tokens"}
-    known = all(hasattr(parent, name) for name in ("_dispatch_tokens", "_combine_tokens"))
-    if not known or state is None or not fields <= set(state._fields):
+    has_methods = all(hasattr(parent, name) for name in ("_dispatch_tokens", "_combine_tokens"))
+    if not has_methods or state is None or not fields <= set(state._fields):
         raise FP8BackendError(
             f'activation_comm="fp8" needs the exchange of tokens as transformers 5.23 has it ({_PARENT}), and this '
             f'version has another: use activation_comm="plain", or a version of transformers that this package is '

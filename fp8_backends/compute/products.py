@@ -10,15 +10,11 @@ row-major operands, so that the contraction runs along contiguous memory; other 
 A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them), never two E5M2 operands, and a bf16 output with
 scales per row. Every device keeps the last two rules: code that passes on a laptop is valid on a GPU.
 
-Block scales lie along the contraction, and are powers of two. TransformerEngine adds the parts of the contraction in
-FP32,
-
-    y = y + (a.codes @ b.codes.T of the part) * a.scale_inv * b.scale_inv
-
-Such scales round nothing: multiplied into the codes first, they give the same products of pairs for one matrix product
-to add up. Engines without block scales do so, hence all engines agree up to the order of the FP32 sums and one rounding
-to the result's dtype. In bf16, which ends at 2**-133, this holds for blocks with a largest value of at least 2**-115
-(E5M2 reaches further below its maximum: 2**-101).
+Block scales are powers of two along the contraction. TransformerEngine adds the parts of the contraction in FP32,
+`y = y + (a.codes @ b.codes.T of the part) * a.scale_inv * b.scale_inv`. Multiplied into the codes first, such scales
+round nothing, and one matrix product adds up the same products of pairs. Engines without block scales do so, hence all
+engines agree up to the order of the FP32 sums and one rounding to the result's dtype. In bf16, which ends at 2**-133,
+this holds for blocks with a largest value of at least 2**-115 (E5M2 reaches further below its maximum: 2**-101).
 """
 
 from __future__ import annotations
@@ -139,11 +135,9 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for the product of the weight's gradient, given out_dtype for the other products.
-
-    A GPU's FP8 units write FP32 too for tensors with one scale (no `blocks`): the gradient of an FP32 weight is then
-    rounded once and not cast. On a CPU, bf16 products are faster.
-    """
+    """Return the dtype for the product of the weight's gradient, given out_dtype for the other products. A GPU's FP8
+    units write FP32 too for tensors with one scale (no `blocks`): an FP32 weight's gradient is then rounded once. On a
+    CPU, bf16 products are faster."""
     in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
     return torch.float32 if in_fp32 else out_dtype
 

@@ -24,7 +24,7 @@ SIZES = [(256, 272, 300), (17, 5, 33), (1, 1, 1)]
 
 
 def operands(sizes, blocks, formats=(E4M3, E4M3)):
-    """Rows of very different sizes, and parts of the contraction too."""
+    """Rows, and parts of the contraction, of very different sizes."""
     m, n, k = sizes
     generator = torch.Generator().manual_seed(k)
     made = []
@@ -92,7 +92,7 @@ def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
 
 
 def test_scales_of_mx_lie_as_cublas_reads_them():
-    """Its documentation: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
+    """cuBLAS: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
     scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)
     flat = swizzled(scales).view(torch.uint8)
     assert flat.numel() == 256 * 8

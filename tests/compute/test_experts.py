@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expert_families import EXPERTS, Twin, make_experts, routed
+from gpu_rules import Calls, Context
 from model_families import WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute.native import experts as experts_module
@@ -46,7 +46,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
-    """The experts in FP8 and a twin of Linears in FP8, both with E4M3 everywhere, each in a root of its own."""
+    """The experts and a twin of Linears, both in FP8 with E4M3 everywhere."""
     fields = {"fp8_format": "E4M3", **({"amax_history_len": 4} if backend == "native:delayed" else {}), **fields}
     root = make_experts(family, dtype)
     twin = torch.nn.Sequential(Twin(root.experts))
@@ -56,7 +56,7 @@ def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
 
 
 def prepared_at(level, family, scaling):
-    """Experts whose weights a level stores, and a twin of Linears with the stored values, in FP8 by the same rule."""
+    """Experts stored by a level, and a twin of Linears with the stored values."""
     root, fields = make_experts(family), {"fp8_format": "E4M3"}
     preparation.prepare_model(
         root, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}+msamp:{level}", **fields))
@@ -116,8 +116,8 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
     ],
 )
 def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_values(level, scaling, family):
-    """FP16 data get a scale for each expert. E4M3 codes have one, a power of two: what a scale of an expert's own would
-    make of these values differs by powers of two that nothing rounds."""
+    """FP16 data get a scale for each expert. E4M3 codes have one scale, a power of two: others would round nothing
+    more."""
     root, twin = prepared_at(level, family, scaling)
     stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
     assert all(getattr(root.experts, part)._data.dtype == stored for part in PARTS)
@@ -142,7 +142,7 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
 
 @pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
 def test_the_window_of_each_expert_is_a_linears(rolled):
-    """Before and after its first 16 steps; an expert with an inf, one with a NaN, and one without tokens."""
+    """Before and after its first 16 steps; experts with an inf, with a NaN, and without tokens."""
     x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
     x[4, 2], x[7, 3] = float("inf"), float("nan")
     states = new_window_state().repeat(5, 1, 1)
@@ -167,7 +167,7 @@ def test_the_window_of_each_expert_is_a_linears(rolled):
 
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
-    """Groups of every size around that of a block, and none."""
+    """Groups of sizes around a block's, and empty ones."""
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
     blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
@@ -183,8 +183,8 @@ def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
 
 
 def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
-    """Tokens with gradients of 1 and of 2**-20 go to one expert. With one scale in E4M3 those of the second are zeros;
-    by rows they are as exact as those of the first: three significant bits are lost to no one."""
+    """Tokens with gradients of 1 and of 2**-20 share an expert: one scale in E4M3 zeroes the small ones, scales by row
+    keep them."""
     hidden, _, weights = routed(32)
     chosen = torch.zeros(32, 2, dtype=torch.long)
     dy = torch.ones(32, WIDTH)
@@ -221,8 +221,7 @@ def test_each_product_can_stay_in_high_precision():
 
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_nan_and_inf_stay_with_their_experts_and_show(backend):
-    """A NaN stays with its token. An inf, which no code holds, shows in all tokens of its expert (in rowwise's own
-    token alone), as in a Linear, and never in another expert's."""
+    """A NaN stays in its token. An inf has no code: it shows in all tokens of its expert (only its own by rows)."""
     root, twin = prepared("mixtral", backend)
     hidden, _, weights = routed(24)
     chosen = torch.arange(24).unsqueeze(1).repeat(1, 2) % EXPERTS
@@ -249,8 +248,8 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
-    """What expert parallelism without an exchange gives a rank: all tokens, of which some go to an expert behind its
-    own, with weight zero. One of them is all inf. The numbers are those of a batch with the other rows alone."""
+    """Expert parallelism without an exchange gives a rank all tokens, some for an expert after its own, with weight
+    zero. One of them is all inf. The numbers are those of a batch without them."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: placed)
     hidden, chosen, weights = routed(40)
@@ -313,36 +312,14 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
 # what a GPU would run
 
 
-class Calls(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Context:
-    """What an autograd function is given; autograd itself has no fake CUDA tensors without a driver."""
-
-    needs_input_grad = (True, True)
-
-    def save_for_backward(self, *tensors) -> None:
-        self.saved_tensors = tensors
-
-
 def fake_weight(*shape, stored):
-    """A weight on a fake CUDA device, plain, or as a level stores it."""
     if stored is None:
         return Stored(torch.empty(shape, device="cuda"), None)
     return Stored(torch.empty(shape, device="cuda", dtype=stored), torch.empty((), device="cuda"))
 
 
 def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=None):
-    """Run forward and backward of 37 rows in 2 or 5 groups, and return the operators that ran."""
+    """Run forward and backward of 37 rows, and return the operators."""
     rule, (out, into), experts = layer_rule(recipes.resolve(f"native:{scaling}")), sizes, len(groups.ends)
     with Calls() as calls:
         x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
@@ -363,8 +340,7 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=Non
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
 def test_a_gpu_accepts_every_product(scaling, stored, transposed):
-    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales.
-    Codes from another rank included."""
+    """Fake CUDA tensors run torch's checks of `_scaled_grouped_mm`. Codes from another rank included."""
     for out, into in ((64, 32), (40, 24), (1, 33), (33, 1)):
         with FakeTensorMode():
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
@@ -377,8 +353,7 @@ def test_a_gpu_accepts_every_product(scaling, stored, transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("k, n", [(64, 32), (33, 5), (1, 40), (64, 1)])
 def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
-    """As above, of `torch.nn.functional.grouped_mm`, whose strides are multiples of 16 bytes. One gradient is expanded,
-    as that of a sum is."""
+    """Torch's checks of `grouped_mm`: strides in multiples of 16 bytes. A sum's gradient is expanded."""
 
     def empty(*shape):
         return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
@@ -394,7 +369,7 @@ def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:blockwise"])
 def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
-    """By all products of forward and backward: reading them waits for a GPU."""
+    """Reading waits for a GPU."""
     root, _ = prepared("mixtral", backend)
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
@@ -403,7 +378,6 @@ def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
 
 
 def test_no_cuda_graph_records_an_operator_that_reads_the_sizes_of_groups():
-    """Recording would fail: reading waits for the device."""
     for name in ("grouped_product", "grouped_wgrad", "quantize_block_columns"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
 
@@ -417,8 +391,7 @@ def _same_shape(target, source):
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monkeypatch):
-    """As above, of `torch.nn.functional.scaled_mm` for each expert: the operators are entered, and the sizes of groups
-    given, since a fake tensor has none."""
+    """Torch's checks of `scaled_mm` for each expert, inside the operators, with given sizes of groups."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "rows_of_groups", lambda ends: [(0, 0, 20), (1, 20, 37)])
     monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
@@ -436,7 +409,7 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
 
 @pytest.mark.parametrize("lines", [False, True])
 def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
-    """As torch's own check of operators has it: shapes, strides, no memory that two tensors share."""
+    """torch's own check of operators: shapes, strides, no shared memory."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: True)
     groups, scale = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 3), None if lines else torch.ones(3)
@@ -450,8 +423,8 @@ def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
 
 
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
-    """`torch._scaled_grouped_mm`: its checks, on meta tensors; its numbers, one group after the other; and NaN wherever
-    it says nothing about a number."""
+    """Run `torch._scaled_grouped_mm`'s checks on meta tensors, and compute group by group, with NaN for undefined
+    numbers."""
     torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, scale_a, scale_b, offs)), out_dtype=out_dtype)
     bounds = [0, *offs.tolist()]
     assert all(bound % 16 == 0 for bound in bounds)
@@ -473,7 +446,7 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
 
 @pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
 def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
-    """On odd sizes of everything: the same bits as group by group, and none of what lies between the groups."""
+    """For odd sizes: the bits of group by group, and nothing from between the groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
     torch.manual_seed(0)
     x, dy, w = torch.randn(len(ids), 24), torch.randn(len(ids), 40), torch.randn(4, 40, 24)
@@ -524,7 +497,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
     "family,backend,on_gpu", [("mixtral", "native:window", True), ("gpt_oss", "native:mxfp8", False)]
 )
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
-    """As a GPU has it, too: groups at places of their own, and casts that are operators."""
+    """With a GPU's padded groups and cast operators too."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
     hidden, chosen, weights = routed(24)

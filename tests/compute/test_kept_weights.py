@@ -26,7 +26,7 @@ COMPUTE = NativeCompute()
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The weights that were cast in forwards, in order: their data."""
+    """The data of the weights cast in forwards, in order."""
     seen = []
     original = layer_rule.Stored.quantized
 
@@ -105,11 +105,6 @@ class Raw(torch.optim.SGD):
             parameter.data.mul_(2)
 
 
-def in_place(model, optimizer):
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-
-
 def by_data_and_step(model, optimizer):
     weight = model[0].weight
     weight.grad = torch.ones_like(weight)
@@ -121,31 +116,32 @@ def by_data(model, optimizer):
     model[0].weight.data = model[0].weight.data * 2
 
 
-def by_a_watched_step(model, optimizer):
-    optimizer.step()
-
-
 def by_loading(model, optimizer, assign=False):
     model.load_state_dict({name: 2 * value.clone() for name, value in model.state_dict().items()}, assign=assign)
 
 
-def by_assigning(model, optimizer):
-    by_loading(model, optimizer, assign=True)
+CHANGES = {
+    "in place": torch.no_grad()(lambda model, optimizer: model[0].weight.mul_(2)),
+    "behind autograd": by_data_and_step,
+    "new memory": by_data,
+    "watched step": lambda model, optimizer: optimizer.step(),
+    "loading": by_loading,
+    "assigning": lambda model, optimizer: by_loading(model, optimizer, assign=True),
+}
 
 
-@pytest.mark.parametrize("change", [in_place, by_data_and_step, by_data, by_a_watched_step, by_loading, by_assigning])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_weight_is_cast_again(change):
-    watched = change is by_a_watched_step  # the others by an optimizer that nobody watches
-    model, optimizer = made(optimizer=Raw, watched=watched)
+    model, optimizer = made(optimizer=Raw, watched=change == "watched step")
     microbatch(model)
-    change(model, optimizer)
+    CHANGES[change](model, optimizer)
     plain, _ = made(keep=False, watched=False)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(microbatch(model)[0], microbatch(plain)[0])
 
 
 def test_another_parameter_at_the_same_address_is_cast_anew(casts):
-    """Address and count of changes of a weight that is gone may come again with the next."""
+    """Another weight may reuse address and version of a deleted one."""
     model, _ = made()
     memory = torch.ones(48, 32).numpy()
     for _ in range(3):
@@ -172,7 +168,7 @@ def test_recomputation_reads_the_kept_codes(use_reentrant, casts):
 
 
 def test_evaluation_neither_reads_nor_keeps_codes(casts):
-    """Weights of an average are often swapped in for it."""
+    """Averaged weights are often swapped in for it."""
     model, _ = made()
     for layer in (model[0], model[2]):
         layer.fp8_rule = layer.fp8_rule._replace(fp8_in_eval=True)
@@ -184,7 +180,7 @@ def test_evaluation_neither_reads_nor_keeps_codes(casts):
 
 
 def test_a_forward_without_gradients_serves_those_after_it(casts):
-    """Such as the first of a checkpoint's two: the codes for dgrad are there as well."""
+    """Such as a checkpoint's first: it keeps the codes for dgrad as well."""
     model, _ = made()
     with torch.no_grad():
         model(batch(0))

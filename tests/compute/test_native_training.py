@@ -84,6 +84,12 @@ def trained(model, compiler=None, steps=5):
     return numbers, [layer.fp8_products.tolist() for layer in layers], COMPUTE.scaling_state(model), compiled
 
 
+def update(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def assert_same_states(states, others):
     assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
 
@@ -182,8 +188,7 @@ def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocas
     + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
 )
 def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
-    """On sizes that no block fits. The losses are those of one power of two for a tensor, to 2 %: all values but the
-    smallest are the same."""
+    """For sizes that no block fits. Losses equal those of one power of two for a tensor to 2 %."""
     losses = {}
     for each in (backend, "msamp" + backend[-3:]):
         torch.manual_seed(0)
@@ -192,9 +197,7 @@ def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
         x, target = torch.randn(77, 272), torch.randn(77, 40)
         for _ in range(10):
             loss = (model(x) - target).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         losses[each] = loss.item()
         assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[2].fp8_products.tolist() == [10, 10, 10, 0]
         assert model[0].weight._data.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
@@ -217,7 +220,7 @@ def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():
 
 
 def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
-    """Checkpointing around a prepared part runs its forward again, inside backward: not another training forward."""
+    """A checkpoint around a prepared part runs its forward again, inside backward."""
     part, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
     for step in range(3):
         x = torch.randn(4, 16, requires_grad=True)
@@ -226,8 +229,6 @@ def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
 
 
 def test_two_models_with_two_recipes_train_side_by_side():
-    """No process-wide state: interleaving two models changes neither."""
-
     def make(backend):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
@@ -236,9 +237,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
     def step(model, optimizer, seed):
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
         loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         return loss.item()
 
     backends = ["native:delayed", "native:dynamic"]
@@ -251,7 +250,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
 def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
-    """`dynamic=True` makes variables of numbers that lie in objects, too, and a backward can lift none of them."""
+    """`dynamic=True` makes variables of numbers in objects too, and a backward cannot lift them."""
 
     def train(compiled):
         torch.manual_seed(0)
@@ -260,9 +259,7 @@ def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec
         run = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager") if compiled else model
         for tokens in (16, 7):
             loss = run(torch.linspace(-1, 1, 32 * tokens).view(tokens, 32)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         return model.state_dict()
 
     eager, compiled = train(False), train(True)
@@ -279,7 +276,7 @@ class TwoParts(nn.Module):
 
 
 def states_of_three_steps(call, microbatches=1, compiler=None, backend="native:delayed"):
-    """Losses and scaling states of three steps, whose gradients are too small for scale 1."""
+    """Losses and scaling states of three steps with gradients too small for scale 1."""
     torch.manual_seed(0)
     model = TwoParts()
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 1e3), backend)
@@ -312,7 +309,7 @@ def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_microbatches_through_parts_of_the_model_roll_once_an_optimizer_step(checkpointed):
-    """All microbatches of a step see the same scales, also recomputed."""
+    """Recomputed or not, all microbatches of a step have the same scales."""
 
     def call(model, x):
         return checkpoint(by_parts, model, x, use_reentrant=False) if checkpointed else by_parts(model, x)

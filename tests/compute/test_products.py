@@ -87,7 +87,7 @@ def test_a_cpu_uses_its_bf16_product_for_bf16_results(scaling, either_cpu):
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
-    """The product of one pair, and powers of two as scales, in FP32 to the bit: what is left is one rounding."""
+    """A product of one pair, and powers of two as scales, are exact in FP32."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     generator = torch.Generator().manual_seed(0)
     codes = [torch.randn(40, 1, generator=generator).to(E4M3.dtype) for _ in range(2)]
@@ -102,7 +102,7 @@ def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
-    """To half a unit of the dtype: in FP32, or in the dtype's own products."""
+    """To half a unit of the dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
     exact = a.double() @ b.double().t()

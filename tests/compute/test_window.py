@@ -30,7 +30,7 @@ def one_layer(**fields):
 
 
 def step(model, x, dy=None):
-    """One optimizer step's worth of a training loop: forward, backward, roll."""
+    """Run forward, backward and roll."""
     x = x.detach().clone().requires_grad_()
     y = model(x)
     y.backward(torch.ones_like(y) if dy is None else dy)
@@ -43,14 +43,14 @@ def scale_of(amax, fmt):
 
 
 def row(model, tensor):
-    """counter, history of the first layer"""
+    """(counter, history) of the first layer"""
     state = model[0].fp8_scaling[tensor]
     return state[ROLLS].item(), state.view(torch.float32)[HISTORY:].tolist()
 
 
 @pytest.fixture
 def scales(monkeypatch):
-    """The scales with which inputs and gradients were quantized, in order."""
+    """The scales of inputs and gradients, in order."""
     seen = {INPUT: [], GRAD_OUTPUT: []}
     original = linear.quantized
 
@@ -98,7 +98,7 @@ def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, b
 
 
 def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
-    """A layer that does not run, an expert without tokens, a gradient of zeros: no step of the schedule."""
+    """A layer that does not run, an expert without tokens, a gradient of zeros."""
     model = one_layer()
     for _ in range(40):
         COMPUTE.after_optimizer_step(model)
@@ -127,7 +127,7 @@ def test_a_delayed_scale_saturates_a_spike_for_one_step():
 
 
 def test_microbatches_and_skipped_steps_record_their_largest_amax():
-    """A step that a loss scaler skips never ends: what it recorded counts for the next."""
+    """A step skipped by a loss scaler never ends: its amax counts for the next."""
     model = one_layer()
     for amax in (1.0, 8.0, 2.0):
         model(torch.full((4, 16), amax)).sum().backward()
@@ -139,7 +139,7 @@ def test_microbatches_and_skipped_steps_record_their_largest_amax():
 @pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5)])
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format):
-    """Codes and scales as in plain Python; FP32 results differ by the order of summation alone."""
+    """Codes and scales equal plain Python's; FP32 results differ only by the order of summation."""
     torch.manual_seed(0)
     model = prepare(nn.Sequential(nn.Linear(n_in, n_out, bias=False)), fp8_format=fp8_format)
     forward, gradient = RECIPE_FORMATS[fp8_format]

@@ -154,11 +154,9 @@ class NativeCompute(Compute):
     def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
         """Return the engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = module.fp8_rule, module.weight.device
-        if rule.has_blocks:
-            return engine_for(device, module.fp8_out_dtype, rule.scaling)
-        if isinstance(module, FP8ExpertWeight):
+        if isinstance(module, FP8ExpertWeight) and not rule.has_blocks:
             return grouped_engine_for(device)
-        return engine_for(device, module.fp8_out_dtype)
+        return engine_for(device, module.fp8_out_dtype, rule.scaling if rule.has_blocks else "dynamic")
 
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()

@@ -88,19 +88,13 @@ class FP8Experts(ExpertWeights):
 
     @property
     def fp8_in_eval(self) -> bool:
-        return self._rule.fp8_in_eval
+        return self._any.fp8_rule.fp8_in_eval
 
     def groups(self, ids: torch.Tensor, experts: int) -> Groups:
         return Groups.of(ids, experts)
 
     def product(
-        self,
-        experts: nn.Module,
-        part: str,
-        x: torch.Tensor,
-        groups: Groups,
-        out_dtype: torch.dtype,
-        arrived: Quantized | None = None,
+        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Groups, out_dtype: torch.dtype, arrived=None
     ) -> torch.Tensor:
         weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
@@ -120,19 +114,17 @@ class FP8Experts(ExpertWeights):
         return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
 
     def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
-        if self._rule.along is not None:  # other rules have other scales
-            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
+        if self._any.fp8_rule.along is not None:  # other rules have other scales
+            self._any.fp8_shared.of_input(tokens, _ARRIVED, lambda: codes)
 
     def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
-        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
+        weight = self._any
+        return None if weight.fp8_rule.along is None else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
 
     @property
-    def _rule(self) -> LayerRule:
-        return next(iter(self.values())).fp8_rule
-
-    @property
-    def _shared(self) -> SharedCodes:
-        return next(iter(self.values())).fp8_shared
+    def _any(self) -> FP8ExpertWeight:
+        """One of the weights; they share rule and codes."""
+        return next(iter(self.values()))
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
@@ -148,16 +140,13 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
-        self.fp8_own, self.fp8_cut = own_experts(*self.fp8_owner), self.cut
+        self.fp8_own = own_experts(*self.fp8_owner)
+        cuts = _cuts_of(self.fp8_experts[0], self.weight)
+        styles = (Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE) for mesh, dim, _ in cuts)
+        self.fp8_cut = next(styles, None)
+        """The cut of each expert's matrix by a tensor-parallel plan, or None."""
         self.fp8_out_dtype = torch.bfloat16
         self._reset_state(self.weight.device)
-
-    @property
-    def cut(self) -> Cut | None:
-        """The cut of each expert's matrix by a tensor-parallel plan, or None. Not available inside a forward."""
-        for mesh, dim, _ in _cuts_of(self.fp8_experts[0], self.weight):
-            return Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE)
-        return None
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)

@@ -6,10 +6,8 @@
 
 On Hopper one kernel computes all of them, `torch._scaled_grouped_mm`; elsewhere the groups are multiplied one by one by
 the engines of a single product. Every device keeps the kernel's rules, so that code valid on a laptop is valid on a
-GPU: both operands in E4M3, a scale for each row, a bf16 result.
-
-PyTorch has no kernel for block scales along the contraction. Such groups are multiplied one by one, in the output's
-dtype, with gradients in the recipe's own format and rows without padding between groups.
+GPU: both operands in E4M3, a scale for each row, a bf16 result. Groups with block scales, for which PyTorch has no
+kernel, are multiplied one by one, in the output's dtype, without padding.
 """
 
 from __future__ import annotations
@@ -33,13 +31,10 @@ BY_ROWS, _PLAIN = "rowwise", "plain"
 class Groups(NamedTuple):
     """The assignment of sorted rows to groups.
 
-    On a GPU, operands place their rows so that groups begin at multiples of 16, as the kernel's loads require, with
-    zero codes in between. The number of places is the largest possible, so that nobody reads the sizes. A group without
-    rows gets 16 rows of zeros, and hence a gradient of zeros. Elsewhere operands keep the order of rows, and the last
-    four fields are None.
-
-    Rows after the last group belong to none. They must be zeros in an operand; products neither read nor write them, so
-    results hold anything there.
+    On a GPU, groups of an operand begin at multiples of 16, as the kernel's loads require, with zero codes in between.
+    The number of places is the largest possible, so that nobody reads the sizes. A group without rows gets 16 rows of
+    zeros, and hence a gradient of zeros. Elsewhere the last four fields are None. Rows after the last group belong to
+    none: zeros in an operand, and undefined in a result.
     """
 
     ids: torch.Tensor

@@ -141,27 +141,31 @@ def quantized(
     columns: bool = True,
     record: torch.Tensor | None = None,
     split: Split | None = None,
+    stored_scale_inv: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize an input or an output gradient [rows, columns] by the rule.
+    """Quantize a matrix [rows, columns] by the rule.
 
     Args:
         state: the layer's state, for a rule that has one; read-only.
-        tensor: INPUT or GRAD_OUTPUT.
-        rows, columns, record: see `quantization.quantize`.
+        tensor: INPUT, WEIGHT or GRAD_OUTPUT.
+        rows, columns, record, stored_scale_inv, amax: see `quantization.quantize`.
         split: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule: ranks
             agree on its states after backward.
     """
     if rule.along is not None:
-        return _in_blocks(matrix, rule.along.blocks, fmt, rows, columns, split)
-    if rule.scaling == "delayed":
-        return quantization.quantize(matrix, fmt, delayed_scale(state, tensor), rows, columns, record=record)
-    amax = None if split is None else split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
-    if rule.scaling == "window":
-        row = state.select(0, tensor)
-        return quantization.quantize(
-            *(matrix, fmt, None, rows, columns), rule=WINDOW, window_state=row, record=record, amax=amax
-        )
-    return quantization.quantize(matrix, fmt, None, rows, columns, rule=DYNAMIC, amax=amax)
+        blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
+        return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
+    scale = delayed_scale(state, tensor) if rule.scaling == "delayed" else None
+    if split is not None and scale is None:
+        amax = split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
+    of_amax = {"rule": DYNAMIC}
+    if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
+        is_weight = tensor == WEIGHT
+        of_amax = {"rule": POWER_OF_TWO} if is_weight else {"rule": WINDOW, "window_state": state.select(0, tensor)}
+    return quantization.quantize(
+        *(matrix, fmt, scale, rows, columns), **of_amax, stored_scale_inv=stored_scale_inv, record=record, amax=amax
+    )
 
 
 def _in_blocks(
@@ -240,17 +244,7 @@ class Stored(NamedTuple):
         `record`, `amax`: see `quantization.quantize`; `split`: see `quantized`."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt, split=split))
-        scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
-        if split is not None and scale is None:
-            amax = split.agreed(quantization.amax_of(self.data, rule.keeps_nan))
-        return quantization.quantize(
-            *(self.data, fmt, scale, True, columns),
-            # MS-AMP takes a weight's amax at the optimizer step: the same number
-            rule=POWER_OF_TWO if rule.scaling == "window" else DYNAMIC,
-            stored_scale_inv=self.scale_inv,
-            record=record,
-            amax=amax,
-        )
+        return quantized(self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax)
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None) -> Quantized:
         """Quantize with a scale for each block of `data`, or of its transpose. Stored FP8 codes have one scale in every

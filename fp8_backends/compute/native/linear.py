@@ -206,17 +206,18 @@ class FP8Products(KeepsLedger):
         """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
+        newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.input_split
+        casts = []
 
-        def make() -> Layouts:
+        def cast() -> Layouts:
             matrix = operands.values.detach().reshape(-1, x.shape[-1])
             columns = for_wgrad and not operands.is_gathered
             codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
-            made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
-            return made[0]
+            casts.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
+            return casts[0]
 
-        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), make)
-        if newest is not None and not made:  # another layer's cast
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), cast)
+        if newest is not None and not casts:  # another layer's cast
             self._record(INPUT, recorded, x8.amax)
         return x8
 

@@ -152,10 +152,10 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     cut = Cut.of_weight(layer)
     obstacle = cut_obstacle(layer, rule.weight_blocks)
     if cut is None or obstacle or not is_distributed(x):
+        reason = obstacle or f"the weight is placed as {weight.placements}, and the input is a {type(x).__name__}"
         raise FP8BackendError(
-            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: "
-            f"{obstacle or f'the weight lies as {weight.placements}, and the input is a {type(x).__name__}'}. Prepare "
-            "the model after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
+            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: {reason}. "
+            "Prepare after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
         )
     if not torch.compiler.is_compiling():
         layer.fp8_cut = cut
