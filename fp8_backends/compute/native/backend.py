@@ -46,8 +46,8 @@ from .fused_head import FP8Head
 from .gathers import ExpertCodes, WeightCodes
 from .grouped_products import grouped_engine_for
 from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
-from .ledger import Ledger, with_noted_amaxes
-from .linear import FROZEN, FP8Linear, FP8Products, SharedCodes, frozen
+from .ledger import Ledger, SharedCodes, with_noted_amaxes
+from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .tensor_parallel import Cut, cut_obstacle
 
 if TYPE_CHECKING:

@@ -44,8 +44,8 @@ from .grouped_scaling import (
     window_scales,
 )
 from .layer_rule import ALONG_CONTRACTION, DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state
-from .ledger import KeepsLedger, Ledger
-from .linear import SharedCodes, is_checkpointed
+from .ledger import KeepsLedger, Ledger, SharedCodes
+from .linear import is_checkpointed
 from .tensor_parallel import COLWISE, ROWWISE, Cut, cut_of_a_block, split_of
 
 if TYPE_CHECKING:
@@ -134,19 +134,13 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     ranks' experts; a rank records the amaxes of its own experts, and the ranks exchange them after backward.
     """
 
-    fp8_recomputed = False
-    """See `FP8Products`."""
-
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
-        """Attach a scaling rule with fresh state."""
-        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
         self.fp8_own = own_experts(*self.fp8_owner)
         cuts = _cuts_of(self.fp8_experts[0], self.weight)
         styles = (Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE) for mesh, dim, _ in cuts)
         self.fp8_cut = next(styles, None)
         """The cut of each expert's matrix by a tensor-parallel plan, or None."""
-        self.fp8_out_dtype = torch.bfloat16
-        self._reset_state(self.weight.device)
+        super().set_rule(rule, shared, history_len)
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)

@@ -41,6 +41,9 @@ from .linear import FP8Products
 class WeightCodes:
     """The codes of one layer's weight, sharded by rows; a `comm.gathers.Travelling`."""
 
+    dimensions = 2
+    """The dimensions of the weight."""
+
     def __init__(self, layer: FP8Products | FP8ExpertWeight) -> None:
         self.layer = layer
         self.agreed: dict[str, torch.Tensor] = {}
@@ -82,8 +85,8 @@ class WeightCodes:
         return self.agreed[FPROP] if self.change_in_forward else None
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        """Return True for a shard of a matrix that is not stored in FP8."""
-        return shard.dim() == 2 and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
+        """Return True for a shard of a weight that is not stored in FP8."""
+        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         """Return tensors for the ranks to take maxima of, one for each of `products`: FP32 or uint8, with the same
@@ -177,14 +180,12 @@ class ExpertCodes(WeightCodes):
     and [experts, 1, 1] by a rule with one scale."""
 
     layer: FP8ExpertWeight
+    dimensions = 3
 
     @property
     def amax(self) -> torch.Tensor | None:
         """max |x| of each expert, for a rule that records it; FP32 [experts]."""
         return self.agreed[FPROP].flatten() if self.change_in_forward else None
-
-    def can_make(self, shard: torch.Tensor) -> bool:
-        return shard.dim() == 3 and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         stored = Stored.of(shard)

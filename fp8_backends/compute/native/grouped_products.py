@@ -67,17 +67,9 @@ class Groups(NamedTuple):
         return self.ends if self.place_ends is None else self.place_ends
 
     def placed(self, codes: torch.Tensor) -> torch.Tensor:
-        """Move the rows of FP8 codes [rows, columns] to their places in an operand."""
-        if self.places is None:
-            return codes
+        """Move the rows of FP8 codes [rows, columns] to their places in a GPU's operand."""
         bits = codes.view(torch.uint8)  # index_copy has no float8 kernel
         return bits.new_zeros(len(self.owners), bits.shape[1]).index_copy(0, self.places, bits).view(codes.dtype)
-
-    def placed_scales(self, scale_inv: torch.Tensor) -> torch.Tensor:
-        """Move the scales [rows] to their places in an operand."""
-        if self.places is None:
-            return scale_inv
-        return scale_inv.new_ones(len(self.owners)).index_copy(0, self.places, scale_inv)
 
     def rows_of(self, result: torch.Tensor) -> torch.Tensor:
         """Undo `placed` for a product [rows of the operand, columns]."""

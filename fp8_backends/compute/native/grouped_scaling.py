@@ -202,7 +202,8 @@ def _placed(
     else:
         if by_rows is not None:
             codes = groups.placed(pad(by_rows.codes, 1, ALIGNMENT))
-            by_rows = Quantized(codes, groups.placed_scales(by_rows.scale_inv))
+            scale_inv = by_rows.scale_inv.new_ones(len(groups.owners))
+            by_rows = Quantized(codes, scale_inv.index_copy(0, groups.places, by_rows.scale_inv))
         if by_columns is not None:
             codes = row_major(groups.placed(pad(by_columns.codes, 1, ALIGNMENT)).t())
             by_columns = Quantized(codes, pad_scales(by_columns.scale_inv))

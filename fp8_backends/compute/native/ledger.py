@@ -1,4 +1,4 @@
-"""The counts of FP8 products that a native layer keeps, and the amaxes noted by its compiled code.
+"""Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by layers.
 
 Eager code counts in Python integers and records amaxes in the scaling state. Compiled code counts in tensors. Its
 forward changes one of them like any buffer. Its backward cannot: AOT autograd saves backward's inputs as forward found
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.library import EffectType
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...numerics.engine import inside_backward
 from ...numerics.scaling import HISTORY, INPUT, WEIGHT
 from ..counts import FPROP, RECOMPUTED, ProductCounts
-from .layer_rule import LayerRule
+from .layer_rule import LayerRule, Stored
 
 _Amax = torch.Tensor | None
 
@@ -65,12 +69,10 @@ class Ledger:
 
         Compiled code counts each forward once, recomputation included.
         """
-        if torch.compiler.is_compiling():
-            self._note_forward(rule, fprop, input, weight)
-        elif fprop:
-            self.counts.add(RECOMPUTED if inside_backward() else FPROP)
-
-    def _note_forward(self, rule: LayerRule, fprop: bool, input: _Amax, weight: _Amax) -> None:
+        if not torch.compiler.is_compiling():
+            if fprop:
+                self.counts.add(RECOMPUTED if inside_backward() else FPROP)
+            return
         noted, row = self.of_forward, torch.arange(3, device=self.device).unsqueeze(1)
         new = noted + (row == FPROPS) if fprop else noted
         for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
@@ -110,6 +112,81 @@ class Ledger:
         return total
 
 
+class SharedCodes:
+    """Codes for several layers to read (of an activation) or several microbatches of a step (of a weight). One for all
+    layers of a prepared model."""
+
+    def __init__(self, keeps_weights: bool = False) -> None:
+        self.keeps_weights = keeps_weights
+        """True to keep codes of weights from one forward to the next."""
+        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
+
+    def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
+        """Return quantize(), or an earlier layer's result for this very tensor and key. Held for the tensor's lifetime.
+
+        Shares only results of autograd: a leaf, such as a batch in a numpy array or in a CUDA graph's static input, can
+        change without a trace.
+        """
+        if torch.compiler.is_compiling() or x.grad_fn is None:
+            return quantize()  # a compiler finds equal casts itself
+        version, codes = self._inputs.get(x, (None, None))
+        if version != x._version:
+            codes = {}
+            self._inputs[x] = (x._version, codes)
+        if key not in codes:
+            codes[key] = quantize()
+        return codes[key]
+
+    def keep_weights(self, keep: bool) -> None:
+        self.keeps_weights = keep
+        self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Drop the codes of all weights, after a change of any kind."""
+        self._weights.clear()
+
+    def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
+        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key.
+
+        Notices new memory and in-place changes, but not changes through `weight.data`, which autograd does not count.
+        Keeps codes only in training, and only of whole weights: sharded ones are gathered for each forward, and their
+        codes would need the memory saved by sharding.
+        """
+        if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
+            return quantize()
+        memory = _memory_of(layer.weight)
+        known_memory, known_key, codes = self._weights.get(layer, (None, None, None))
+        if known_memory != memory or known_key != key:
+            codes = quantize()
+            if not torch.is_inference_mode_enabled():  # a later forward in training could not save such codes
+                self._weights[layer] = (memory, key, codes)
+        return codes
+
+    def held(self, layer: nn.Module) -> Any:
+        """Return the kept codes of this layer's weight, or None."""
+        return self._weights.get(layer, (None, None, None))[2]
+
+    def __reduce__(self):  # copies hold no codes
+        return SharedCodes, (self.keeps_weights,)
+
+
+def _is_whole(weight: torch.Tensor) -> bool:
+    """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3 does)."""
+    data = Stored.of(weight).data
+    plain = type(data) is torch.Tensor and data.device.type != "meta"
+    return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
+
+
+def _memory_of(weight: torch.Tensor) -> tuple:
+    """Identify a weight's memory and version. The weak reference keeps its address from reuse."""
+    return tuple(
+        (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
+        for t in Stored.of(weight)
+        if t is not None
+    )
+
+
 class KeepsLedger(nn.Module):
     """A layer with a ledger, `fp8_ledger`, and the state of its scaling rule, both created by `_reset_state`.
 
@@ -118,6 +195,14 @@ class KeepsLedger(nn.Module):
 
     fp8_scaling: torch.Tensor | None = None
     """int32 [3, 2 + history length], of experts [experts, 3, 2 + history length]; None for a rule without state."""
+    fp8_recomputed = False
+    """True if backward may run the last forward again."""
+
+    def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
+        """Attach a scaling rule with fresh state."""
+        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self.fp8_out_dtype = torch.bfloat16
+        self._reset_state(self.weight.device)
 
     @property
     def fp8_products(self) -> torch.Tensor:

@@ -3,15 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-from weakref import WeakKeyDictionary
-
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...numerics import gathered_codes
 from ...numerics.block_codes import BlockCodes
@@ -39,7 +33,7 @@ from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms
 from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
-from .ledger import KeepsLedger, Ledger
+from .ledger import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
 FROZEN = (ScaledTensor, BlockCodes)
@@ -51,81 +45,6 @@ keep the codes of an FP8 checkpoint, with a scale for 128 x 128 values."""
 def frozen(weight: torch.Tensor) -> ScaledTensor:
     """Quantize a weight to a frozen one of the same dtype."""
     return quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
-
-
-class SharedCodes:
-    """Codes for several layers to read (of an activation) or several microbatches of a step (of a weight). One for all
-    layers of a prepared model."""
-
-    def __init__(self, keeps_weights: bool = False) -> None:
-        self.keeps_weights = keeps_weights
-        """True to keep codes of weights from one forward to the next."""
-        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
-
-    def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier layer's result for this very tensor and key. Held for the tensor's lifetime.
-
-        Shares only results of autograd: a leaf, such as a batch in a numpy array or in a CUDA graph's static input, can
-        change without a trace.
-        """
-        if torch.compiler.is_compiling() or x.grad_fn is None:
-            return quantize()  # a compiler finds equal casts itself
-        version, codes = self._inputs.get(x, (None, None))
-        if version != x._version:
-            codes = {}
-            self._inputs[x] = (x._version, codes)
-        if key not in codes:
-            codes[key] = quantize()
-        return codes[key]
-
-    def keep_weights(self, keep: bool) -> None:
-        self.keeps_weights = keep
-        self.forget_weights()
-
-    def forget_weights(self) -> None:
-        """Drop the codes of weights before any change of the weights."""
-        self._weights.clear()
-
-    def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key.
-
-        Notices new memory and in-place changes, but not changes through `weight.data`, which autograd does not count.
-        Keeps codes only in training, and only of whole weights: sharded ones are gathered for each forward, and their
-        codes would need the memory saved by sharding.
-        """
-        if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
-            return quantize()
-        memory = _memory_of(layer.weight)
-        known_memory, known_key, codes = self._weights.get(layer, (None, None, None))
-        if known_memory != memory or known_key != key:
-            codes = quantize()
-            if not torch.is_inference_mode_enabled():  # a later forward in training could not save such codes
-                self._weights[layer] = (memory, key, codes)
-        return codes
-
-    def held(self, layer: nn.Module) -> Any:
-        """Return the kept codes of this layer's weight, or None."""
-        return self._weights.get(layer, (None, None, None))[2]
-
-    def __reduce__(self):  # copies hold no codes
-        return SharedCodes, (self.keeps_weights,)
-
-
-def _is_whole(weight: torch.Tensor) -> bool:
-    """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3 does)."""
-    data = Stored.of(weight).data
-    plain = type(data) is torch.Tensor and data.device.type != "meta"
-    return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
-
-
-def _memory_of(weight: torch.Tensor) -> tuple:
-    """Identify a weight's memory and version. The weak reference keeps its address from reuse."""
-    return tuple(
-        (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
-        for t in Stored.of(weight)
-        if t is not None
-    )
 
 
 class FP8Products(KeepsLedger):
@@ -141,17 +60,12 @@ class FP8Products(KeepsLedger):
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
-    fp8_recomputed = False
-    """True if backward may run the last forward again."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
-        """Attach a scaling rule with fresh state."""
-        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
-        self.fp8_out_dtype = torch.bfloat16
         self.fp8_cut: Cut | None = None
         """The last known cut of the weight over ranks."""
         note_whether_cut(self)
-        self._reset_state(self.weight.device)
+        super().set_rule(rule, shared, history_len)
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device)
