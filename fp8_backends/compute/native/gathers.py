@@ -39,7 +39,8 @@ from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows; a `comm.gathers.Travelling`."""
+    """The codes of one layer's weight, sharded by rows: a `comm.gathers.Travelling`, documented there. Codes and scales
+    have the weight's layout."""
 
     dimensions = 2
     """The dimensions of the weight."""
@@ -47,11 +48,10 @@ class WeightCodes:
     def __init__(self, layer: FP8Products | FP8ExpertWeight) -> None:
         self.layer = layer
         self.agreed: dict[str, torch.Tensor] = {}
-        """The maxima over ranks for each of `products`, in the weight's layout: FP32 amaxes, or exponents."""
+        """The maxima over ranks for each of `products`: FP32 amaxes, or exponents."""
 
     @property
     def wanted(self) -> bool:
-        """True if the layer's next forward reads only codes of the weight."""
         if not self._is_converted:
             return False
         rule = self.layer.fp8_rule
@@ -65,36 +65,26 @@ class WeightCodes:
 
     @property
     def change_in_forward(self) -> bool:
-        """True if an unchanged weight may have new codes in the next forward."""
         return self.layer.fp8_rule.scaling == "delayed"
 
     @property
     def recomputed(self) -> bool:
-        """True if backward runs the layer's forward again."""
         return self.layer.fp8_recomputed
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The products with their own codes: FPROP (shared with dgrad), or FPROP and DGRAD."""
         along = self.layer.fp8_rule.along
         return (FPROP,) if along is None or along.weight_blocks is SQUARES else (FPROP, DGRAD)
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional."""
         return self.agreed[FPROP] if self.change_in_forward else None
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        """Return True for a shard of a weight that is not stored in FP8."""
         return shard.dim() == self.dimensions and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        """Return tensors for the ranks to take maxima of, one for each of `products`: FP32 or uint8, with the same
-        shapes on every rank, and 0 for blocks without local values.
-
-        Args:
-            shard: rows from `first` on of a weight of this shape; may be empty.
-        """
+        """Return tensors with 0 for blocks without local values. The shard may be empty."""
         stored = Stored.of(shard)
         if self.layer.fp8_rule.along is not None:
             return [self._amaxes(stored, first, shape, product) for product in self.products]
@@ -105,11 +95,9 @@ class WeightCodes:
         return [times(amax, stored.scale_inv)]
 
     def agree(self, maxima: list[torch.Tensor]) -> None:
-        """Store the maxima of `amaxes` over all ranks."""
         self.agreed = dict(zip(self.products, maxima, strict=True))
 
     def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        """Cast the shard to the codes of a product, in the weight's layout."""
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
         if rule.along is None:
@@ -123,7 +111,6 @@ class WeightCodes:
         return codes.narrow(0, above, len(shard))
 
     def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
-        """Compute the scale_inv of the whole weight, in its layout, from the maxima for a product."""
         return self._scales(agreed)[1]
 
     def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +171,6 @@ class ExpertCodes(WeightCodes):
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """max |x| of each expert, for a rule that records it; FP32 [experts]."""
         return self.agreed[FPROP].flatten() if self.change_in_forward else None
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
