@@ -148,7 +148,7 @@ class Pending:
         if self.output is None:
             if self.is_stale:
                 raise FP8BackendError(
-                    "fused_head=True: the loss ran without logits, and the head's weight or input has changed since. "
+                    "fused_head=True: the loss ran without logits, and the head's weight or its input has changed. "
                     "Read logits before optimizer.step(), or leave fused_head out"
                 )
             context = torch.autocast(self.x.device.type, self.out_dtype, self.autocast)
