@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fp8_backends.compute import products
-from fp8_backends.compute.native import block_products
 from fp8_backends.compute.torchao import cpu_scaled_mm
 from fp8_backends.numerics.scaling import e8m0_values
 
@@ -26,8 +25,7 @@ class GPURules(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         cpu_scaled_mm.mend()  # on some CPUs PyTorch's own takes a thousand times as long
-        monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: products.SCALED_MM)
-        monkeypatch.setattr(block_products, "block_engine_for", lambda *_: products.SCALED_MM)
+        monkeypatch.setattr(products, "engine_for", lambda *_: products.SCALED_MM)
         self.products = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -48,6 +46,27 @@ class GPURules(TorchDispatchMode):
         assert not a.dtype == b.dtype == torch.float8_e5m2
         assert func is BLOCK_SCALED_MM or scale_a.dim() == 0 or out.dtype == torch.bfloat16
         self.products.append((tuple(a.shape), tuple(b.shape)))
+
+
+class Calls(TorchDispatchMode):
+    """Collects the operators that run."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Context:
+    """The context of an autograd function; autograd itself has no fake CUDA tensors without a driver."""
+
+    needs_input_grad = (True, True, True)
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
 
 
 def block_product(a, b, scale_a, kind_a, swizzle_a, scale_b, kind_b, swizzle_b, bias, out_dtype, *_):

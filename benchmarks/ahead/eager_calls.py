@@ -96,7 +96,6 @@ def through_the_kernels() -> None:
     """Let this package send tensors of the CPU to its Triton kernels, as it would a Hopper GPU's."""
     import fp8_backends  # noqa: F401
     from fp8_backends.compute import products
-    from fp8_backends.compute.native import block_products
     from fp8_backends.numerics.kernels import triton_gate
     from fp8_backends.numerics.kernels.triton_gate import is_eager
 
@@ -114,7 +113,6 @@ def through_the_kernels() -> None:
     everywhere(triton_gate.multiprocessors, lambda tensor: 132)
     everywhere(triton_gate.on_device_of, lambda tensor: Guard())
     everywhere(products.engine_for, lambda *_: products.SCALED_MM)
-    everywhere(block_products.block_engine_for, lambda *_: products.SCALED_MM)
 
 
 def everywhere(function, other) -> None:

@@ -36,10 +36,9 @@ class Recorder(TorchDispatchMode):
     def stand_in(self) -> None:
         """Note kernels and FP8 products of this package as such, from now on and in this whole process."""
         from eager_calls import everywhere
+        from fp8_backends.numerics.kernels import backward as loss
 
         from fp8_backends.compute import products
-        from fp8_backends.compute.native import block_products
-        from fp8_backends.numerics.kernels import backward as loss
         from fp8_backends.numerics.kernels import quantize as quantization
 
         costs = {quantization.quantize: of_cast, quantization.quantize_blocks: of_cast, loss.cross_entropy: of_loss}
@@ -49,7 +48,7 @@ class Recorder(TorchDispatchMode):
         everywhere(products.plain_product, lambda a, b: torch.mm(a, b.t()))
         everywhere(products.scaled_product, self._scaled_product)
         everywhere(
-            block_products.block_scaled_product,
+            products.block_scaled_product,
             lambda a, blocks, b, b_blocks, out_dtype: self._scaled_product(a, b, out_dtype),
         )
 

@@ -1,14 +1,20 @@
-"""The one function that makes every FP8 product, and the engines it can use.
+"""The functions behind every FP8 product, and their engines.
 
-All three products of a linear layer are brought to one form, `A @ B.T` with A [m, k] and B [n, k]. Hopper's FP8 units
-take both row-major alone, so that the contraction runs along contiguous memory; other engines take views as well.
+All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]. Hopper's FP8 units take only
+row-major operands, so that the contraction runs along contiguous memory; other engines take views as well.
 
     fprop   y  [tokens, out] = x  [tokens, in]  @ (w [out, in]).T
     dgrad   dx [tokens, in]  = dy [tokens, out] @ (w.T [in, out]).T
     wgrad   dw [out, in]     = dy.T [out, tokens] @ (x.T [in, tokens]).T
 
-A GPU also wants k and n in multiples of 16, which `scaled_mm` pads to, never two E5M2 operands, and a bf16 output where
-scales are per row. The last two are held on every device, so that what passes on a laptop is valid on a GPU.
+A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them), never two E5M2 operands, and a bf16 output with
+scales per row. Every device keeps the last two rules: code that passes on a laptop is valid on a GPU.
+
+Block scales are powers of two along the contraction. TransformerEngine adds the parts of the contraction in FP32,
+`y = y + (a.codes @ b.codes.T of the part) * a.scale_inv * b.scale_inv`. Multiplied into the codes first, such scales
+round nothing, and one matrix product adds up the same products of pairs. Engines without block scales do so, hence all
+engines agree up to the order of the FP32 sums and one rounding to the result's dtype. In bf16, which ends at 2**-133,
+this holds for blocks with a largest value of at least 2**-115 (E5M2 reaches further below its maximum: 2**-101).
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from ..numerics.kernels import cpu_casts
-from ..numerics.scaling import Quantized
+from ..numerics.kernels.quantize import dequantize_blocks
+from ..numerics.scaling import MX, SQUARES, Blocks, Quantized
 from . import hardware
 
 ALIGNMENT = 16
@@ -27,19 +34,20 @@ ALIGNMENT = 16
 
 SCALED_MM, BF16_EXACT, FP32_EXACT, EMULATED = "scaled_mm", "bf16-exact", "fp32-exact", "emulated"
 VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch.float32}
-"""In what the engines that have no FP8 products multiply the codes, all of which are values of either."""
+"""The dtype in which engines without FP8 products multiply the codes; it holds every code exactly."""
 
 
 def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic") -> str:
-    """Which engine multiplies FP8 operands on this device, whose scales are those of a rule (`dynamic` stands for all
-    rules that have no block scales).
+    """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands for all rules
+    without block scales).
 
-    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units.
-    - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product with FP32 accumulation of the codes
-      is the same product. Taken for bf16 results on a CPU that has such products in hardware.
-    - `fp32-exact`: the same in FP32. Taken on a CPU for all else: without the hardware a bf16 product takes from 7 to
-      1,000 times as long, and `torch._scaled_mm` is either this very product or, on some chips, as slow.
-    - `emulated`: the codes in FP32, for devices that have no FP8 products, or products of other codes (MI300).
+    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units. Block scales: 1 x 128 (`blockwise`) on Hopper, 1 x 32
+      (`mxfp8`) on Blackwell.
+    - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product of the codes with FP32 accumulation is
+      the same product. Used for bf16 results on a CPU with bf16 products in hardware.
+    - `fp32-exact`: the same in FP32, for all else on a CPU: without the hardware a bf16 product takes 7 to 1,000 times
+      as long, and `torch._scaled_mm` is this very product or, on some chips, as slow.
+    - `emulated`: the codes in FP32, for devices without FP8 products or with other codes (MI300).
     """
     if device.type == "cuda":
         return engine_of_gpu(scaling, device)
@@ -50,13 +58,13 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
 
 @functools.cache
 def engine_of_gpu(scaling: str, device: torch.device) -> str:
-    """`engine_for` on a CUDA device: asked for every product, and always the same."""
-    # one without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
+    """Return `engine_for` of a CUDA device. Cached, since every product asks."""
+    # fake tensors have CUDA devices without a driver: they stand for an FP8 GPU
     return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device) else EMULATED
 
 
 def exact_engine(out_dtype: torch.dtype) -> str:
-    """The engine of a CPU, for a result of this dtype."""
+    """Return the engine of a CPU for a result of this dtype."""
     return BF16_EXACT if out_dtype == torch.bfloat16 and hardware.cpu_bf16() else FP32_EXACT
 
 
@@ -65,13 +73,13 @@ _cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
 def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool = False) -> torch.Tensor:
-    """`(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation.
+    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation.
 
     Args:
         a: codes [m, k], scale_inv 0-dimensional or [m, 1].
         b: codes [n, k], scale_inv 0-dimensional or [n, 1]; both scales per tensor or both per row.
         out_dtype: bf16, fp16 or fp32. Per-row products are computed in bf16 and cast.
-        fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`): for fprop only.
+        fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only.
 
     Returns:
         [m, n] of out_dtype.
@@ -90,28 +98,52 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     return exact_product(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
 
 
-def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """In what the weight's gradient comes out of its product, beside products in out_dtype.
+def block_scaled_product(
+    a: Quantized, a_blocks: Blocks, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation.
 
-    A GPU's FP8 units write FP32 as well where tensors have one scale (no `blocks`), so that the gradient of an FP32
-    weight is rounded once and not cast. On a CPU products in bf16 are the faster ones.
+    Args:
+        a: codes in VECTORS or MX.
+        b: codes in VECTORS or SQUARES, or in MX if a is.
+        out_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        [m, n] of out_dtype.
     """
-    in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
-    return torch.float32 if in_fp32 else out_dtype
+    assert a.codes.shape[1] == b.codes.shape[1]
+    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
+    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32
+    engine = engine_for(a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise")
+    if engine == SCALED_MM:
+        multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
+        product = multiply(a, b, b_blocks, product_dtype)
+        return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
+    with torch.autocast(a.codes.device.type, enabled=False):  # autocast would round FP32 operands to bf16
+        values = dequantize_blocks(a, a_blocks, VALUES[engine]), dequantize_blocks(b, b_blocks, VALUES[engine])
+        product = torch.mm(values[0], values[1].t())
+    return product.to(out_dtype)
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [m, k] @ b [n, k].T in high precision, of operands and result of one dtype. On a CPU that has no products of
-    it in hardware in FP32, rounded once."""
+    """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU without products of this
+    dtype in hardware multiplies in FP32 and rounds once."""
     if a.device.type == "cpu" and not _cpu_multiplies(a.dtype):
         with torch.autocast("cpu", enabled=False):  # it would round the FP32 operands again
             return torch.mm(a.float(), b.float().t()).to(a.dtype)
     return torch.mm(a, b.t())
 
 
+def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for the product of the weight's gradient, given out_dtype for the other products. A GPU's FP8
+    units write FP32 too for tensors with one scale (no `blocks`): an FP32 weight's gradient is then rounded once. On a
+    CPU, bf16 products are faster."""
+    in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
+    return torch.float32 if in_fp32 else out_dtype
+
+
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zero rows and columns up to the next multiples in the last two dimensions (a zero code adds nothing to a
-    product)."""
+    """Append zeros up to the next multiples in the last two dimensions. A zero code adds nothing to a product."""
     missing = -matrix.shape[-2] % rows, -matrix.shape[-1] % columns
     if not any(missing):
         return matrix
@@ -122,8 +154,8 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """A view as memory of its own. Strides count in dimensions of size 1 too, where `is_contiguous` ignores them and a
-    GPU's products do not."""
+    """Copy a view that is not row-major. A GPU's products check strides in dimensions of size 1 too, which
+    `is_contiguous` ignores."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
     in_rows = matrix.is_contiguous() and matrix.stride(-2) == matrix.shape[-1]
     return matrix if in_rows else matrix.clone(memory_format=torch.contiguous_format)
@@ -132,8 +164,9 @@ def row_major(matrix: torch.Tensor) -> torch.Tensor:
 def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
     n = b.shape[0]
     if a_scale_inv.dim() == 2:
-        a_scale_inv = _in_one_column(a_scale_inv)
-        b_scale_inv = _in_one_column(pad(b_scale_inv, ALIGNMENT, 1)).t()  # one scale a column of b.T
+        # both strides 1: a view of [1, n] has another, counts as contiguous, and is refused
+        a_scale_inv = a_scale_inv.reshape(-1).unsqueeze(1)
+        b_scale_inv = pad(b_scale_inv, ALIGNMENT, 1).reshape(-1).unsqueeze(1).t()  # one scale a column of b.T
     product = torch._scaled_mm(
         row_major(pad(a, 1, ALIGNMENT)),
         row_major(pad(b, ALIGNMENT, ALIGNMENT)).t(),  # column-major
@@ -145,11 +178,6 @@ def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
     return product if product.shape[1] == n else product.narrow(1, 0, n)
 
 
-def _in_one_column(scale_inv: torch.Tensor) -> torch.Tensor:
-    """[n, 1] with both strides 1: a view of [1, n] has another, which counts as contiguous and is refused."""
-    return scale_inv.reshape(-1).unsqueeze(1)
-
-
 def exact_product(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -158,11 +186,87 @@ def exact_product(
     values_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`scaled_product` by a plain product of the codes as values of `values_dtype`, bf16 or FP32."""
-    # one factor at a time: the product of two small scales may underflow where each alone does not. A bf16 product of
+    """Compute `scaled_product` as a plain product of the codes as values of `values_dtype`, bf16 or FP32."""
+    # one factor at a time: the product of two small scales may underflow although neither does. A bf16 product of
     # codes is scaled in FP32 and rounded again: at most one more half unit in the last place
     with torch.autocast(a.device.type, enabled=False):  # autocast would round the operands, or to fp16 their product
         if cpu_casts.serves(a) or cpu_casts.serves(b):
             return cpu_casts.product(a, b, a_scale_inv, b_scale_inv.t(), values_dtype, out_dtype)
         product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())
         return (product.float() * a_scale_inv * b_scale_inv.t()).to(out_dtype)
+
+
+# Block scales in hardware
+
+_SCALED_MM = torch.ops.aten._scaled_mm_v2
+"""The operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace."""
+
+
+def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
+    # on Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, scales of
+    # SQUARES row after row, in multiples of four to a row
+    in_squares, kinds = b_blocks is SQUARES, F.ScalingType
+    return _block_scaled_mm(
+        row_major(pad(a.codes, ALIGNMENT, 128)),
+        row_major(pad(b.codes, 128 if in_squares else ALIGNMENT, 128)),
+        _by_columns(a.scale_inv),
+        kinds.BlockWise1x128.value,
+        row_major(pad(b.scale_inv, 1, 4)) if in_squares else _by_columns(b.scale_inv),
+        (kinds.BlockWise128x128 if in_squares else kinds.BlockWise1x128).value,
+        out_dtype,
+    )
+
+
+def _by_columns(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Copy the scales, transposed."""
+    return pad(scale_inv, ALIGNMENT, 1).t().clone(memory_format=torch.contiguous_format)
+
+
+def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
+    # on Blackwell: all sizes in multiples of 32, and swizzled scales
+    (a, a_scale_inv), (b, b_scale_inv) = ((row_major(pad(q.codes, 32, 32)), swizzled(q.scale_inv)) for q in (a, b))
+    kind = F.ScalingType.BlockWise1x32.value
+    return _block_scaled_mm(a, b, a_scale_inv, kind, b_scale_inv, kind, out_dtype)
+
+
+def _block_scaled_mm(*operands) -> torch.Tensor:
+    """Multiply; in compiled code inside this package's operator, since Inductor of torch 2.13 swaps PyTorch's for the
+    older `_scaled_mm`, with scales of other layouts."""
+    return (block_scaled_mm if torch.compiler.is_compiling() else _multiply)(*operands)
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_kind: int,
+    b_scale_inv: torch.Tensor,
+    b_kind: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a [m, k] @ b [n, k].T; all operands row-major. Scales of vectors and squares are stored transposed; scales
+    of mxfp8 are flat and swizzled, in uint8, since Inductor has no code for E8M0."""
+    mx = F.ScalingType.BlockWise1x32.value
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4.value] if a_kind == mx else []
+    a_part, b_part = (
+        ([scale_inv.view(torch.float8_e8m0fnu) if kind == mx else scale_inv.t()], [kind], swizzles)
+        for scale_inv, kind in ((a_scale_inv, a_kind), (b_scale_inv, b_kind))
+    )
+    return _SCALED_MM(a, b.t(), *a_part, *b_part, None, out_dtype)
+
+
+block_scaled_mm = torch.library.custom_op("fp8_backends::block_scaled_mm", _multiply, mutates_args=())
+"""`_multiply`, opaque to a compiler."""
+
+
+@block_scaled_mm.register_fake
+def _(a, b, a_scale_inv, a_kind, b_scale_inv, b_kind, out_dtype) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Reorder uint8 scales [rows, blocks in a row] to cuBLAS's flat order: tiles of 128 x 4 one after the other, and in
+    a tile row 32 i + j at place 4 j + i, so that each thread finds its four rows side by side."""
+    scales = pad(scales, 128, 4)
+    tiles = scales.view(scales.shape[0] // 128, 4, 32, scales.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

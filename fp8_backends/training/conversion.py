@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..compute import expert_dispatch, expert_functions
+from ..compute import expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute
@@ -118,7 +118,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         for module, weights in experts:
             expert_functions.attach(module, weights)
             if recipe.activation_comm == "fp8":
-                expert_dispatch.install(module)
+                expert_functions.install_exchange(module)
         if is_new:
             _attach(root, prepared)
     except BaseException:
@@ -127,7 +127,6 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if head is not None:
             restore_layer(head.module)
         for module, weights in experts:
-            expert_dispatch.uninstall(module)
             expert_functions.detach(module, list(weights))
         if is_new:
             _detach(root, prepared)
@@ -160,7 +159,6 @@ def restore(model: nn.Module) -> None:
             )
     for module in modules:
         restore_layer(module)
-        expert_dispatch.uninstall(module)
         expert_functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:

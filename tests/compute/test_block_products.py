@@ -9,11 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends import prepare
-from fp8_backends.compute import hardware
-from fp8_backends.compute.native import block_products
-from fp8_backends.compute.native.block_products import block_engine_for, block_scaled_product, swizzled
+from fp8_backends.compute import hardware, products
 from fp8_backends.compute.native.layer_rule import Stored
-from fp8_backends.compute.products import BF16_EXACT, EMULATED, FP32_EXACT, SCALED_MM, engine_of_gpu
+from fp8_backends.compute.products import EMULATED, block_scaled_product, swizzled
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import quantize
@@ -26,7 +24,7 @@ SIZES = [(256, 272, 300), (17, 5, 33), (1, 1, 1)]
 
 
 def operands(sizes, blocks, formats=(E4M3, E4M3)):
-    """Rows of very different sizes, and parts of the contraction too."""
+    """Rows, and parts of the contraction, of very different sizes."""
     m, n, k = sizes
     generator = torch.Generator().manual_seed(k)
     made = []
@@ -93,18 +91,8 @@ def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
             assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
 
 
-def test_a_compiler_traces_the_products_of_a_gpu():
-    def products(x, w):
-        made = [(blocks, blocks.quantize(x, E4M3), blocks.quantize(w, E4M3)) for blocks in (VECTORS, MX)]
-        return [block_scaled_product(a, blocks, b, blocks, torch.bfloat16) for blocks, a, b in made]
-
-    x, w = torch.empty(21, 272, device="meta"), torch.empty(303, 272, device="meta")
-    for out in torch.compile(products, fullgraph=True, backend="eager")(x, w):
-        assert out.shape == (21, 303)
-
-
 def test_scales_of_mx_lie_as_cublas_reads_them():
-    """Its documentation: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
+    """cuBLAS: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
     scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)
     flat = swizzled(scales).view(torch.uint8)
     assert flat.numel() == 256 * 8
@@ -113,26 +101,6 @@ def test_scales_of_mx_lie_as_cublas_reads_them():
             tile = row // 128 * 2 + block // 4
             place = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
             assert flat[tile * 512 + place] == scales[row, block]
-
-
-def test_scaled_mm_where_the_hardware_has_it_and_emulated_elsewhere(monkeypatch):
-    cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(hardware, "has_gpu", lambda: True)
-    table = {
-        (9, 0): {128: (12, 9)},
-        (10, 0): {32: (12, 8)},
-        (10, 3): {32: (12, 8)},
-        (12, 0): {},
-        (8, 9): {},
-    }
-    for capability, first_cuda in table.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for release in ((12, 6), (12, 8), (12, 9), (13, 0)):
-            monkeypatch.setattr(hardware, "cuda_release", lambda found=release: found)
-            engine_of_gpu.cache_clear()
-            for length in (128, 32):
-                has = length in first_cuda and release >= first_cuda[length]
-                assert block_engine_for(cuda, bf16, length) == (SCALED_MM if has else EMULATED)
 
 
 @pytest.mark.slow
@@ -145,7 +113,7 @@ def test_compiled_code_hands_operands_over_as_a_gpu_takes_them(spec, monkeypatch
         rules._replay(BLOCK_SCALED_MM, args, {})
         return block_product(*args)
 
-    monkeypatch.setattr(block_products, "_SCALED_MM", multiply)
+    monkeypatch.setattr(products, "_SCALED_MM", multiply)
     model, _ = prepare(nn.Sequential(nn.Linear(160, 96, bias=False)), None, spec)
     x = torch.randn(48, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
     results = []
@@ -155,13 +123,6 @@ def test_compiled_code_hands_operands_over_as_a_gpu_takes_them(spec, monkeypatch
     for ours, eager in zip(results[1], results[0], strict=True):
         assert torch.equal(ours, eager) and ours.stride() == eager.stride()
     assert len(rules.products) == 6 and rules.products[:3] == rules.products[3:]
-
-
-def test_a_cpu_takes_the_bf16_product_where_it_has_one_and_the_result_is_bf16(either_cpu):
-    for length in (128, 32):
-        engine = block_engine_for(torch.device("cpu"), torch.bfloat16, length)
-        assert engine == (BF16_EXACT if either_cpu else FP32_EXACT)
-        assert block_engine_for(torch.device("cpu"), torch.float32, length) == FP32_EXACT
 
 
 def test_e5m2_by_e5m2_is_refused_on_every_device():
@@ -181,7 +142,10 @@ def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(block
 
 
 def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.compute.native.backend.block_engine_for", lambda *_: EMULATED)
+    def engine_for(device, out_dtype, scaling="dynamic"):
+        return EMULATED if scaling == "mxfp8" else products.engine_for(device, out_dtype)
+
+    monkeypatch.setattr("fp8_backends.compute.native.backend.engine_for", engine_for)
     with caplog.at_level("WARNING", logger="fp8_backends"):
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")

@@ -84,18 +84,6 @@ def with_class_weights(logits, labels):
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1), torch.arange(VOCABULARY) + 1.0)
 
 
-def unreduced(logits, labels):
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1), reduction="none").square().sum()
-
-
-def of_soft_targets(logits, labels):
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), torch.full((labels.numel(), VOCABULARY), 0.002))
-
-
-def of_channels(logits, labels):
-    return F.cross_entropy(logits.float().transpose(1, 2), labels)
-
-
 def after_a_penalty(logits, labels):
     return logits.float().logsumexp(-1).square().mean() + of_transformers(logits, labels)
 
@@ -117,18 +105,6 @@ def masked(logits, labels):
     return of_transformers(logits, labels)
 
 
-def of_some_words(logits, labels):
-    return F.cross_entropy(logits[..., :300].float().reshape(-1, 300), labels.clamp(-100, 299).view(-1))
-
-
-def of_all_words(logits, labels):
-    return of_transformers(logits.narrow(-1, 0, VOCABULARY), labels)
-
-
-def of_no_tokens(logits, labels):
-    return F.cross_entropy(logits[:, :0].reshape(-1, VOCABULARY), labels[:, :0].reshape(-1), reduction="sum")
-
-
 class _Doubled(torch.autograd.Function):
     """A function in C++'s reach alone: nothing tells it apart from PyTorch's own."""
 
@@ -141,28 +117,32 @@ class _Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
-def through_a_function(logits, labels):
-    return _Doubled.apply(logits).float().logsumexp(-1).mean() + of_log_probabilities(logits, labels)
+ORDINARY = {
+    "log probabilities": of_log_probabilities,
+    "class weights": with_class_weights,
+    "penalty": after_a_penalty,
+    "hook": with_a_hook,
+    "change in place": changed_in_place,
+    "mask": masked,
+    "unreduced": lambda y, labels: (
+        F.cross_entropy(y.float().view(-1, VOCABULARY), labels.view(-1), reduction="none").square().sum()
+    ),
+    "soft targets": lambda y, labels: F.cross_entropy(
+        y.float().view(-1, VOCABULARY), torch.full((labels.numel(), VOCABULARY), 0.002)
+    ),
+    "channels": lambda y, labels: F.cross_entropy(y.float().transpose(1, 2), labels),
+    "some words": lambda y, labels: F.cross_entropy(
+        y[..., :300].float().reshape(-1, 300), labels.clamp(-100, 299).view(-1)
+    ),
+    "all words": lambda y, labels: of_transformers(y.narrow(-1, 0, VOCABULARY), labels),
+    "no tokens": lambda y, labels: F.cross_entropy(
+        y[:, :0].reshape(-1, VOCABULARY), labels[:, :0].reshape(-1), reduction="sum"
+    ),
+    "function": lambda y, labels: _Doubled.apply(y).float().logsumexp(-1).mean() + of_log_probabilities(y, labels),
+}
 
 
-ORDINARY = [
-    of_log_probabilities,
-    with_class_weights,
-    unreduced,
-    of_soft_targets,
-    of_channels,
-    after_a_penalty,
-    with_a_hook,
-    changed_in_place,
-    masked,
-    of_some_words,
-    of_all_words,
-    of_no_tokens,
-    through_a_function,
-]
-
-
-@pytest.mark.parametrize("use", ORDINARY)
+@pytest.mark.parametrize("use", ORDINARY.values(), ids=ORDINARY)
 def test_whatever_else_reads_logits_finds_them_to_the_bit(use):
     run = Run(True)
     found, expected = run.results(use), Run(False).results(use)
@@ -170,21 +150,21 @@ def test_whatever_else_reads_logits_finds_them_to_the_bit(use):
     assert all(torch.equal(mine, torchs) for mine, torchs in zip(found, expected, strict=True))
 
 
-def test_a_penalty_after_the_loss_adds_its_gradients():
-    def penalty_last(logits, labels):
-        return of_transformers(logits, labels) + logits.float().square().mean()
-
-    found, expected = Run(True).results(penalty_last), Run(False).results(penalty_last)
-    for mine, torchs in zip(found, expected, strict=True):
-        assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
+def penalty_last(logits, labels):
+    return of_transformers(logits, labels) + logits.float().square().mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", [of_transformers, after_a_penalty, with_class_weights])
-def test_a_compiled_loss_is_the_same(use):
-    """Its graph breaks where it meets the logits."""
-    found = Run(True).results(torch.compile(use, backend="eager"))
-    for mine, torchs in zip(found, Run(False).results(use), strict=True):
+def compiled(use):
+    """Its graph breaks at the logits."""
+    return pytest.param(torch.compile(use, backend="eager"), use, marks=pytest.mark.slow, id=f"compiled {use.__name__}")
+
+
+@pytest.mark.parametrize(
+    "use,reference",
+    [(penalty_last, penalty_last), *map(compiled, (of_transformers, after_a_penalty, with_class_weights))],
+)
+def test_a_penalty_after_the_loss_and_compiled_losses_have_the_same_gradients(use, reference):
+    for mine, torchs in zip(Run(True).results(use), Run(False).results(reference), strict=True):
         assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
 
 

@@ -34,8 +34,15 @@ def loss_of(model, values, x):
     return torch.func.functional_call(model, values, (x,)).square().mean()
 
 
+def in_evaluation(spec):
+    """(a prepared model, a plain one with its weights), both in evaluation"""
+    model, plain = prepared(spec)[0], network()
+    plain.load_state_dict(model.state_dict())
+    return model.eval(), plain.eval()
+
+
 def penalty(model, x):
-    """The square of the gradient of the outputs' sum: what a gradient penalty adds to a loss."""
+    """A gradient penalty: the square of the gradient of the outputs' sum."""
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return gradient.square().sum()
@@ -65,11 +72,9 @@ def test_a_second_derivative_through_experts_is_refused():
 
 @pytest.mark.parametrize("spec", NATIVE)
 def test_in_evaluation_a_second_derivative_is_that_of_plain_layers(spec):
-    model, _ = prepared(spec)
-    plain = network()
-    plain.load_state_dict(model.state_dict())
+    model, plain = in_evaluation(spec)
     x = torch.randn(8, 32)
-    for each in (model.eval(), plain):
+    for each in (model, plain):
         penalty(each, x).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
@@ -99,10 +104,8 @@ def test_transforms_of_torch_func_are_refused(spec, transform):
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("spec", NATIVE)
 def test_transforms_of_torch_func_run_in_evaluation(spec, transform):
-    model, _ = prepared(spec)
-    plain, x = network(), torch.randn(8, 32)
-    plain.load_state_dict(model.state_dict())
-    ours, theirs = (TRANSFORMS[transform](each.eval(), x) for each in (model, plain))
+    x = torch.randn(8, 32)
+    ours, theirs = (TRANSFORMS[transform](each, x) for each in in_evaluation(spec))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -125,8 +128,8 @@ def test_functional_call_trains_with_the_models_own_parameters(spec):
 
 
 @pytest.mark.parametrize("spec", ("native:dynamic", "msamp:O2"))
-def test_codes_that_are_kept_are_not_those_of_inference(spec):
-    """What is made in `torch.inference_mode()` cannot be saved for a backward."""
+def test_kept_codes_never_come_from_inference_mode(spec):
+    """Autograd cannot save them for a backward."""
     model, optimizer = prepared(spec)
     fp8_backends.training.preparation.keep_weight_casts(model)
     with torch.inference_mode():

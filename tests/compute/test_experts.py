@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expert_families import EXPERTS, Twin, make_experts, routed
+from gpu_rules import Calls, Context
 from model_families import WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute.native import experts as experts_module
-from fp8_backends.compute.native import grouped_blocks, grouped_products, grouped_scaling
+from fp8_backends.compute.native import grouped_products, grouped_scaling
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
-from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
+from fp8_backends.compute.native.experts import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.grouped_products import (
     Groups,
     grouped_product,
@@ -21,13 +21,8 @@ from fp8_backends.compute.native.grouped_products import (
     plain_product,
     plain_wgrad,
 )
-from fp8_backends.compute.native.grouped_scaling import (
-    quantize_experts,
-    quantize_groups,
-    quantize_lines,
-    quantize_lines_of_experts,
-)
-from fp8_backends.compute.native.layer_rule import Stored
+from fp8_backends.compute.native.grouped_scaling import quantize_experts, quantize_groups
+from fp8_backends.compute.native.layer_rule import Stored, fp8_product
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
@@ -51,7 +46,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
-    """The experts in FP8 and a twin of Linears in FP8, both with E4M3 everywhere, each in a root of its own."""
+    """The experts and a twin of Linears, both in FP8 with E4M3 everywhere."""
     fields = {"fp8_format": "E4M3", **({"amax_history_len": 4} if backend == "native:delayed" else {}), **fields}
     root = make_experts(family, dtype)
     twin = torch.nn.Sequential(Twin(root.experts))
@@ -61,7 +56,7 @@ def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
 
 
 def prepared_at(level, family, scaling):
-    """Experts whose weights a level stores, and a twin of Linears with the stored values, in FP8 by the same rule."""
+    """Experts stored by a level, and a twin of Linears with the stored values."""
     root, fields = make_experts(family), {"fp8_format": "E4M3"}
     preparation.prepare_model(
         root, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}+msamp:{level}", **fields))
@@ -121,8 +116,8 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
     ],
 )
 def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_values(level, scaling, family):
-    """FP16 data get a scale for each expert. E4M3 codes have one, a power of two: what a scale of an expert's own would
-    make of these values differs by powers of two that nothing rounds."""
+    """FP16 data get a scale for each expert. E4M3 codes have one scale, a power of two: others would round nothing
+    more."""
     root, twin = prepared_at(level, family, scaling)
     stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
     assert all(getattr(root.experts, part)._data.dtype == stored for part in PARTS)
@@ -147,7 +142,7 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
 
 @pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
 def test_the_window_of_each_expert_is_a_linears(rolled):
-    """Before and after its first 16 steps; an expert with an inf, one with a NaN, and one without tokens."""
+    """Before and after its first 16 steps; experts with an inf, with a NaN, and without tokens."""
     x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
     x[4, 2], x[7, 3] = float("inf"), float("nan")
     states = new_window_state().repeat(5, 1, 1)
@@ -155,7 +150,7 @@ def test_the_window_of_each_expert_is_a_linears(rolled):
         for expert in range(5):
             record_window_amax(states[expert], INPUT, torch.tensor(step + expert + 1.0))
         states = rolled_window_states(states, (E4M3, E4M3, E4M3))
-    amax = grouped_scaling.amaxes_of_groups(x, groups)
+    amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
     scales = grouped_scaling.window_scales(states, INPUT, amax, E4M3)
     grouped_scaling.record_amaxes(recorded := states.clone(), INPUT, amax, keep_nan=True)
     for expert in range(4):
@@ -172,24 +167,24 @@ def test_the_window_of_each_expert_is_a_linears(rolled):
 
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
-    """Groups of every size around that of a block, and none."""
+    """Groups of sizes around a block's, and empty ones."""
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
     blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
     x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
-    x8, dy8 = (grouped_blocks.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
-    dw = grouped_blocks.grouped_block_wgrad(dy8.along_rows(), x8.along_rows(), groups, rule, torch.float32)
+    x8, dy8 = (grouped_scaling.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
+    dw = grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups, scaling, torch.float32)
     for ours, x_rows, dy_rows in zip(dw, x.split(sizes), dy.split(sizes), strict=True):
         if not len(x_rows):
             assert not ours.any()
             continue
         operands = (quantize_blocks(rows, blocks, E4M3, rows=False).along_rows() for rows in (dy_rows, x_rows))
-        assert torch.equal(ours, rule.along.product(*operands, blocks, torch.float32))
+        assert torch.equal(ours, fp8_product(rule.along, *operands, torch.float32, by_weight=False))
 
 
 def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
-    """Tokens with gradients of 1 and of 2**-20 go to one expert. With one scale in E4M3 those of the second are zeros;
-    by rows they are as exact as those of the first: three significant bits are lost to no one."""
+    """Tokens with gradients of 1 and of 2**-20 share an expert: one scale in E4M3 zeroes the small ones, scales by row
+    keep them."""
     hidden, _, weights = routed(32)
     chosen = torch.zeros(32, 2, dtype=torch.long)
     dy = torch.ones(32, WIDTH)
@@ -226,8 +221,7 @@ def test_each_product_can_stay_in_high_precision():
 
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_nan_and_inf_stay_with_their_experts_and_show(backend):
-    """A NaN stays with its token. An inf, which no code holds, shows in all tokens of its expert (in rowwise's own
-    token alone), as in a Linear, and never in another expert's."""
+    """A NaN stays in its token. An inf has no code: it shows in all tokens of its expert (only its own by rows)."""
     root, twin = prepared("mixtral", backend)
     hidden, _, weights = routed(24)
     chosen = torch.arange(24).unsqueeze(1).repeat(1, 2) % EXPERTS
@@ -254,8 +248,8 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
-    """What expert parallelism without an exchange gives a rank: all tokens, of which some go to an expert behind its
-    own, with weight zero. One of them is all inf. The numbers are those of a batch with the other rows alone."""
+    """Expert parallelism without an exchange gives a rank all tokens, some for an expert after its own, with weight
+    zero. One of them is all inf. The numbers are those of a batch without them."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: placed)
     hidden, chosen, weights = routed(40)
@@ -290,33 +284,6 @@ def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
     assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, monkeypatch):
-    """On a CPU one after the other, elsewhere at once. Subnormal, zero, inf, NaN; odd sizes; groups without rows."""
-    torch.manual_seed(0)
-    groups = Groups.of(torch.repeat_interleave(torch.arange(5), torch.tensor([0, 9, 1, 0, 7])), 5)
-    x, weight = torch.randn(17, 21), torch.randn(5, 11, 21)
-    for tensor in (x, weight.view(-1, 21)):
-        tensor[1, 2], tensor[9, 4], tensor[12], tensor[15, 3] = float("nan"), float("inf"), 0, 1e-40
-    x, weight, scale = x.to(dtype), weight.to(dtype), torch.rand(5) + 0.5
-
-    def quantized():
-        return [
-            *(quantize_groups(x, groups, E4M3, given) for given in (None, scale)),
-            *(quantize_experts(weight, E4M3, given) for given in (None, scale)),
-            quantize_lines(x, groups, E4M3),
-            quantize_lines_of_experts(weight, E4M3),
-        ]
-
-    one_by_one = quantized()
-    monkeypatch.setattr(grouped_scaling, "serves", lambda tensor: False)
-    for ours, theirs in zip(quantized(), one_by_one, strict=True):
-        assert [each is None for each in ours] == [each is None for each in theirs]
-        for a, b in zip(filter(torch.is_tensor, ours), filter(torch.is_tensor, theirs), strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype
-            assert torch.equal(a.float().nan_to_num(7e7), b.float().nan_to_num(7e7))
-
-
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
     made = []
@@ -345,67 +312,48 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
 # what a GPU would run
 
 
-class Calls(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Context:
-    """What an autograd function is given; autograd itself has no fake CUDA tensors without a driver."""
-
-    needs_input_grad = (True, True)
-
-    def save_for_backward(self, *tensors) -> None:
-        self.saved_tensors = tensors
-
-
 def fake_weight(*shape, stored):
-    """A weight on a fake CUDA device, plain, or as a level stores it."""
     if stored is None:
         return Stored(torch.empty(shape, device="cuda"), None)
     return Stored(torch.empty(shape, device="cuda", dtype=stored), torch.empty((), device="cuda"))
 
 
+def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=None):
+    """Run forward and backward of 37 rows, and return the operators."""
+    rule, (out, into), experts = layer_rule(recipes.resolve(f"native:{scaling}")), sizes, len(groups.ends)
+    with Calls() as calls:
+        x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
+        shape = (experts, into, out) if transposed else (experts, out, into)
+        weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
+        state = torch.empty(experts, 3, 18, dtype=torch.int32, device="cuda") if scaling == "window" else None
+        context, w8 = Context(), quantized_weight(rule, of_weight, state, transposed, True)
+        constants = Ledger(torch.device("cuda")), state, rule, None, transposed, torch.bfloat16, True, False
+        y = GroupedFunction.forward(context, x, weight, *constants, groups, w8, of_weight, arrived)
+        with torch.no_grad():  # as autograd calls it
+            dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
+    assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+    assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
+    return calls.seen
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "native:window"])
-def test_a_gpu_accepts_every_product(backend, stored, transposed):
-    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales. Of
-    codes that arrived from another rank too."""
-    rule = layer_rule(recipes.resolve(backend))
+@pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
+def test_a_gpu_accepts_every_product(scaling, stored, transposed):
+    """Fake CUDA tensors run torch's checks of `_scaled_grouped_mm`. Codes from another rank included."""
     for out, into in ((64, 32), (40, 24), (1, 33), (33, 1)):
-        with FakeTensorMode(), Calls() as calls:
-            x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-            shape = (5, into, out) if transposed else (5, out, into)
-            weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
-            state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
+        with FakeTensorMode():
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
-            context, ledger = Context(), Ledger(torch.device("cuda"))
             codes = torch.empty(37, into, device="cuda", dtype=E4M3.dtype), torch.empty(37, 1, device="cuda")
-            arrived = codes if rule.scaling == "rowwise" and out == 40 else (None, None)
-            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, *arrived
-            y = GroupedFunction.forward(
-                context, x, weight, ledger, state, rule, None, transposed, torch.bfloat16, True, False, *operands
-            )
-            with torch.no_grad():  # as autograd calls it
-                dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
-        assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
-        assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
-        assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
+            arrived = Quantized(*codes) if scaling == "rowwise" and out == 40 else None
+            calls = step_on_fake_tensors(scaling, (out, into), stored, transposed, groups, arrived)
+        assert calls.count(torch.ops.aten._scaled_grouped_mm.default) == 3
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("k, n", [(64, 32), (33, 5), (1, 40), (64, 1)])
 def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
-    """As above, of `torch.nn.functional.grouped_mm`, whose strides are multiples of 16 bytes. One gradient is expanded,
-    as that of a sum is."""
+    """Torch's checks of `grouped_mm`: strides in multiples of 16 bytes. A sum's gradient is expanded."""
 
     def empty(*shape):
         return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
@@ -421,7 +369,7 @@ def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:blockwise"])
 def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
-    """By all products of forward and backward: reading them waits for a GPU."""
+    """Reading waits for a GPU."""
     root, _ = prepared("mixtral", backend)
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
@@ -430,9 +378,7 @@ def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
 
 
 def test_no_cuda_graph_records_an_operator_that_reads_the_sizes_of_groups():
-    """Recording would fail: reading waits for the device."""
-    reading = "grouped_product grouped_wgrad plain_grouped_product plain_grouped_wgrad quantize_block_columns "
-    for name in (reading + "grouped_block_product grouped_block_wgrad").split():
+    for name in ("grouped_product", "grouped_wgrad", "quantize_block_columns"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
 
 
@@ -445,38 +391,25 @@ def _same_shape(target, source):
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monkeypatch):
-    """As above, of `torch.nn.functional.scaled_mm` for each expert: the operators are entered, and the sizes of groups
-    given, since a fake tensor has none."""
-    monkeypatch.setattr(grouped_blocks, "rows_of_groups", lambda ends: [(0, 0, 20), (2, 20, 37)])
-    monkeypatch.setattr(grouped_blocks, "zeros_where_empty", lambda gradients, rows: gradients)
+    """Torch's checks of `scaled_mm` for each expert, inside the operators, with given sizes of groups."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "rows_of_groups", lambda ends: [(0, 0, 20), (1, 20, 37)])
     monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
     entered = SimpleNamespace(
-        quantize_block_columns=grouped_blocks._quantize_columns,
-        grouped_block_product=grouped_blocks._product,
-        grouped_block_wgrad=grouped_blocks._wgrad,
+        quantize_block_columns=grouped_scaling._quantize_columns,
+        grouped_product=grouped_products._product_by_group,
+        grouped_wgrad=grouped_products._wgrad_by_group,
     )
-    rule = layer_rule(recipes.resolve(f"native:{scaling}"))
-    out, into = 40, 24
-    with FakeTensorMode(), Calls() as calls:
+    with FakeTensorMode():
         monkeypatch.setattr(torch.ops, "fp8_backends", entered)
-        x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-        shape = (3, into, out) if transposed else (3, out, into)
-        weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
-        groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(3, device="cuda"))
-        context, ledger = Context(), Ledger(torch.device("cuda"))
-        operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight, None, None
-        y = GroupedFunction.forward(
-            context, x, weight, ledger, None, rule, None, transposed, torch.bfloat16, True, False, *operands
-        )
-        with torch.no_grad():
-            dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
-    assert y.shape == (37, out) and dx.shape == x.shape and dw.shape == weight.shape and dw.dtype == weight.dtype
-    assert calls.seen.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
+        groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(2, device="cuda"))
+        calls = step_on_fake_tensors(scaling, (40, 24), stored, transposed, groups)
+    assert calls.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
 
 
 @pytest.mark.parametrize("lines", [False, True])
 def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
-    """As torch's own check of operators has it: shapes, strides, no memory that two tensors share."""
+    """torch's own check of operators: shapes, strides, no shared memory."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: True)
     groups, scale = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 3), None if lines else torch.ones(3)
@@ -490,8 +423,8 @@ def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
 
 
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
-    """`torch._scaled_grouped_mm`: its checks, on meta tensors; its numbers, one group after the other; and NaN wherever
-    it says nothing about a number."""
+    """Run `torch._scaled_grouped_mm`'s checks on meta tensors, and compute group by group, with NaN for undefined
+    numbers."""
     torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, scale_a, scale_b, offs)), out_dtype=out_dtype)
     bounds = [0, *offs.tolist()]
     assert all(bound % 16 == 0 for bound in bounds)
@@ -513,15 +446,15 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
 
 @pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
 def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
-    """On odd sizes of everything: the same bits as group by group, and none of what lies between the groups."""
+    """For odd sizes: the bits of group by group, and nothing from between the groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
     torch.manual_seed(0)
     x, dy, w = torch.randn(len(ids), 24), torch.randn(len(ids), 40), torch.randn(4, 40, 24)
 
     def products():
         groups = Groups.of(ids, 4)
-        x8, dy8 = quantize_lines(x, groups, E4M3), quantize_lines(dy, groups, E4M3)
-        y = grouped_product(x8.along_columns(), quantize_lines_of_experts(w, E4M3).along_columns(), groups)
+        x8, dy8 = (quantize_groups(t, groups, E4M3, lines=True) for t in (x, dy))
+        y = grouped_product(x8.along_columns(), quantize_experts(w, E4M3, lines=True).along_columns(), groups)
         return y.narrow(1, 0, 40), grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups)
 
     y, dw = products()
@@ -564,7 +497,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
     "family,backend,on_gpu", [("mixtral", "native:window", True), ("gpt_oss", "native:mxfp8", False)]
 )
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
-    """As a GPU has it, too: groups at places of their own, and casts that are operators."""
+    """With a GPU's padded groups and cast operators too."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
     hidden, chosen, weights = routed(24)

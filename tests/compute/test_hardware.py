@@ -13,7 +13,6 @@ import torch
 from fp8_backends.compute import hardware
 from fp8_backends.compute.chips import EMULATED, FP8, REFUSED, cell_of
 from fp8_backends.compute.hardware import Availability
-from fp8_backends.compute.native.block_products import block_engine_for
 from fp8_backends.compute.products import engine_for
 from fp8_backends.compute.te.backend import TransformerEngineCompute
 from fp8_backends.compute.torchao.backend import TorchAOCompute
@@ -66,8 +65,10 @@ NATIVE = {
     ((8, 9), "13.0"): ("scaled_mm", "emulated", "emulated"),
     ((9, 0), "13.0"): ("scaled_mm", "scaled_mm", "emulated"),
     ((9, 0), "12.8"): ("scaled_mm", "emulated", "emulated"),
+    ((9, 0), "12.9"): ("scaled_mm", "scaled_mm", "emulated"),
     ((10, 0), "13.0"): ("scaled_mm", "emulated", "scaled_mm"),
     ((10, 0), "12.6"): ("scaled_mm", "emulated", "emulated"),
+    ((10, 3), "12.8"): ("scaled_mm", "emulated", "scaled_mm"),
     ((12, 0), "13.0"): ("scaled_mm", "emulated", "emulated"),
     ("gfx942:sramecc+", None): ("emulated", "emulated", "emulated"),
     ("gfx950", None): ("scaled_mm", "emulated", "emulated"),
@@ -78,8 +79,8 @@ NATIVE = {
 def test_native_multiplies_in_fp8_where_the_gpu_has_the_products(gpu, cuda, gpus):
     gpus(gpu, cuda=cuda)
     device, bf16 = torch.device("cuda", 0), torch.bfloat16
-    blocks = [block_engine_for(device, bf16, length) for length in (128, 32)]
-    assert (engine_for(device, bf16), *blocks) == NATIVE[gpu, cuda]
+    engines = tuple(engine_for(device, bf16, scaling) for scaling in ("dynamic", "blockwise", "mxfp8"))
+    assert engines == NATIVE[gpu, cuda]
 
 
 @pytest.mark.parametrize(

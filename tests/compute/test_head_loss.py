@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_native import SCALINGS, fp8_linear
 from torch import nn
 
-from fp8_backends.compute.head_loss import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
+from fp8_backends.compute.deferred_logits import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import resolve
@@ -22,7 +22,7 @@ IGNORED = -100
 
 
 def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
-    """(a head, hidden states that need a gradient, labels of which some are ignored)"""
+    """(a head, hidden states that require a gradient, labels with some ignored)"""
     generator = torch.Generator().manual_seed(seed)
     head = nn.Linear(hidden, vocabulary, bias=with_bias)
     for parameter in head.parameters():
@@ -76,7 +76,7 @@ PROBLEMS = {
 def test_high_precision_is_within_the_rounding_of_its_products(
     seed, tokens, hidden, vocabulary, with_bias, dtype, takes_mean, label_smoothing, elementwise, factor
 ):
-    """`factor` is what a loss scaler multiplies by."""
+    """`factor` stands for a loss scaler's."""
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
     labels[0] = 0  # at least one counts
     options = CrossEntropy(IGNORED, takes_mean, label_smoothing)
@@ -147,19 +147,6 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
         assert torch.equal(gradient, expected.to(dtype))
     if layer.fp8_scaling is not None:
         assert torch.equal(layer.fp8_scaling, ordinary.fp8_scaling)
-
-
-def test_fp8_is_close_to_high_precision():
-    """E4M3 operands of normal data: a loss within 0.02 nats, gradients within 10 % of their norm (measured: 3 to 6)."""
-    head, x, labels = problem(0, 512, 256, 1024, torch.float32, False)
-    wanted, _ = head_loss(head, x, labels, HeadProducts(head.weight, None, torch.float32))
-    exact = gradients(wanted, head, x)
-    for scaling in SCALINGS:
-        layer = fp8_head(head, scaling)
-        loss, _ = head_loss(layer, x, labels, layer.head_products(torch.float32))
-        assert abs(loss.item() - wanted.item()) < 0.02
-        for gradient, expected in zip(gradients(loss, layer, x), exact, strict=True):
-            assert 0.005 < ((gradient - expected).norm() / expected.norm()).item() < 0.1, scaling
 
 
 def test_without_a_label_that_counts_the_loss_is_nan_and_gradients_are_zero():

@@ -1,8 +1,6 @@
 """The native FP8 linear layer by itself: numbers, shapes, memory, what it survives, what it refuses."""
 
 import copy
-import pickle
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ from gpu_rules import GPURules
 from torch import nn
 
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import RECIPE_FORMATS
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.scaling import HISTORY, INPUT
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 SCALINGS = ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]
@@ -23,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def fp8_linear(linear, scaling="dynamic", **fields):
-    """`linear` as a native FP8 layer that holds the same Parameters."""
+    """A native FP8 layer with the Parameters of `linear`."""
     compute, recipe = NativeCompute(), resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields))
     return compute.build(linear, recipe, compute.new_shared(linear, recipe)).train(linear.training)
 
@@ -33,7 +29,7 @@ def roll(layer, **fields):
 
 
 def warmed_up(layer, x, dy):
-    """Delayed scaling takes its first step at scale 1: let it see the data once."""
+    """Show the data to delayed scaling once, since its first step has scale 1."""
     if layer.fp8_rule.scaling == "delayed":
         roll(layer)
         layer(x).backward(dy)
@@ -90,8 +86,8 @@ def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp
 
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
 def test_what_shares_a_scale_with_larger_values(scaling):
-    """A value of 2**-20 beside a 1 of the same scale is cast to zero. Tokens share one in a tensor alone; rows of a
-    weight in a tensor and in a square; and each product has its own scales along its contraction."""
+    """2**-20 beside 1 is cast to zero by one scale. Tokens share one only per tensor; rows of a weight per tensor and
+    per square; each product has scales along its own contraction."""
     layer = fp8_linear(nn.Linear(256, 2, bias=False), scaling)
     small = torch.tensor([1.0, 2.0**-20])
     layer.weight.data.copy_(small[:, None].expand(2, 256))
@@ -121,18 +117,6 @@ def test_any_leading_dimensions_in_any_dtype(leading, scaling, dtype):
         assert (y - plain).abs().max() < 0.2 * plain.abs().max() + 0.1
 
 
-@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_autocast_gives_the_output_dtype_and_gradients_in_each_tensors_own(scaling, autocast_dtype):
-    layer = fp8_linear(nn.Linear(32, 48), scaling)
-    x = torch.randn(5, 32, requires_grad=True)
-    with torch.autocast("cpu", dtype=autocast_dtype):
-        y = layer(x)
-    assert y.dtype == autocast_dtype
-    y.float().sum().backward()
-    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
-
-
 def test_fp32_input_is_quantized_from_fp32_under_autocast():
     """TransformerEngine's rule: the cast to FP8 reads the original tensor, not its bf16 copy."""
     layer = fp8_linear(nn.Linear(16, 16, bias=False))
@@ -150,7 +134,7 @@ def test_fp32_input_is_quantized_from_fp32_under_autocast():
 
 
 def saved_bytes(run, *parameters):
-    """Bytes of the distinct storages that autograd saves during run(), those of the parameters left out."""
+    """Bytes of distinct storages saved by autograd during run(), without the parameters."""
     storages, alive = {}, []
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
@@ -177,7 +161,7 @@ def test_a_layer_saves_its_input_in_half_of_bf16s_bytes():
         assert plain == x.numel() * 2 and ours <= x.numel() + weight_codes + scales
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", [*SCALINGS, "window"])
 def test_layers_with_the_same_input_share_one_copy(scaling):
     compute, recipe = NativeCompute(), resolve(f"native:{scaling}")
     shared = compute.new_shared(None, recipe)
@@ -192,7 +176,7 @@ def test_layers_with_the_same_input_share_one_copy(scaling):
 
 
 def test_a_changed_input_is_quantized_anew():
-    """A copy is shared only among readers of the same values: not after an in-place change, and never for a leaf."""
+    """Shared only among readers of equal values: not after an in-place change, and never for a leaf."""
     compute, recipe = NativeCompute(), resolve("native")
     shared = compute.new_shared(None, recipe)
     first, second = (compute.build(nn.Linear(16, 16, bias=False), recipe, shared).train() for _ in range(2))
@@ -243,47 +227,7 @@ def test_non_finite_values_show_and_do_not_poison_the_next_step(scaling, where, 
         assert torch.isfinite(ours).all() and torch.allclose(ours, expected, rtol=0.2, atol=0.3)
 
 
-def test_the_amax_of_a_tensor_with_nan_is_that_of_its_other_values():
-    """TransformerEngine's rule for what delayed scaling records."""
-    layer = fp8_linear(nn.Linear(16, 16), "delayed")
-    x = torch.full((4, 16), -3.0)
-    x[1, 2] = float("nan")
-    layer(x)
-    assert layer.fp8_scaling.view(torch.float32)[INPUT, HISTORY] == 3
-
-
 # what the recipe may ask
-
-
-@pytest.mark.parametrize("override", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1) if not a & b & c])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_override_linear_precision_is_honoured_product_by_product(scaling, override):
-    torch.manual_seed(0)
-    override = tuple(map(bool, override))
-    linear = nn.Linear(64, 48)
-    layer = fp8_linear(copy.deepcopy(linear), scaling, override_linear_precision=override)
-    x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 48)
-    y = layer(x)
-    y.backward(dy)
-    x2 = x.detach().clone().requires_grad_()
-    plain = linear(x2)
-    plain.backward(dy)
-    exact = [(plain, y), (x2.grad, x.grad), (linear.weight.grad, layer.weight.grad)]
-    for high, (expected, ours) in zip(override, exact, strict=True):
-        assert torch.allclose(expected, ours, rtol=1e-5, atol=1e-5) == high
-    assert layer.fp8_products[:3].tolist() == [int(not high) for high in override]
-
-
-def test_formats_are_those_of_the_recipe():
-    hybrid, e4m3 = fp8_linear(nn.Linear(64, 64)), fp8_linear(nn.Linear(64, 64), fp8_format="E4M3")
-    e4m3.load_state_dict(hybrid.state_dict())
-    x, dy = torch.randn(64, 64), torch.randn(64, 64)
-    gradients = []
-    for layer in (hybrid, e4m3):
-        layer(x).backward(dy)
-        gradients.append(sqnr((dy.t() @ x).double(), layer.weight.grad))
-    assert gradients[1] > gradients[0] + 3  # E4M3 has one more mantissa bit
-    assert "go:e5m2" in repr(hybrid) and "go:e4m3" in repr(e4m3)
 
 
 def test_margin_leaves_headroom():
@@ -336,16 +280,6 @@ def test_the_input_may_be_given_by_its_name():
     assert torch.equal(layer(input=x), layer(x))
 
 
-def test_no_grad_in_training_mode_keeps_the_scaling_state():
-    layer = fp8_linear(nn.Linear(32, 32), "delayed")
-    roll(layer)
-    layer(torch.randn(8, 32)).sum().backward()
-    state = layer.fp8_scaling.clone()
-    with torch.no_grad():
-        layer(torch.randn(8, 32) * 50)
-    assert torch.equal(state, layer.fp8_scaling)
-
-
 def test_frozen_weight_runs_no_wgrad_and_saves_no_input():
     layer = fp8_linear(nn.Linear(64, 32, bias=False))
     layer.weight.requires_grad_(False)
@@ -362,21 +296,6 @@ def test_input_without_gradient_runs_no_dgrad():
     assert layer.fp8_products.tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_copies_go_their_own_way(scaling):
-    torch.manual_seed(0)
-    model = nn.Sequential(OrderedDict(a=fp8_linear(nn.Linear(16, 16), scaling)))
-    model(torch.randn(4, 16)).sum().backward()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(copied.a, FP8Linear) and torch.equal(copied.a.weight, model.a.weight)
-        x = torch.randn(4, 16)
-        assert torch.equal(copied(x), model(x))
-        before, copied_before = model.a.fp8_products.clone(), copied.a.fp8_products.clone()
-        copied(x).sum().backward()
-        assert torch.equal(model.a.fp8_products, before)
-        assert (copied.a.fp8_products - copied_before).tolist() == [1, 0, 1, 0]
-
-
 def test_state_is_not_in_the_state_dict_and_survives_a_cast():
     layer = fp8_linear(nn.Linear(16, 16), "delayed")
     assert sorted(layer.state_dict()) == ["bias", "weight"]
@@ -386,15 +305,10 @@ def test_state_is_not_in_the_state_dict_and_survives_a_cast():
     assert torch.equal(layer.fp8_scaling, state) and layer.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("how", ["to_empty", "assign"])
-def test_a_layer_prepared_on_meta_starts_afresh_when_it_gets_real_weights(how):
+def test_a_layer_prepared_on_meta_starts_afresh_with_assigned_weights():
     layer = fp8_linear(nn.Linear(16, 16, device="meta"), "delayed")
     roll(layer)
-    weights = nn.Linear(16, 16).state_dict()
-    if how == "to_empty":
-        layer.to_empty(device="cpu").load_state_dict(weights)
-    else:
-        layer.load_state_dict(weights, assign=True)
+    layer.load_state_dict(nn.Linear(16, 16).state_dict(), assign=True)
     x = torch.randn(4, 16)
     for _ in range(3):
         y = layer(x)

@@ -1,129 +1,185 @@
-"""Whole native models: compiled, checkpointed, traced for a GPU; the proof by counters holds in each."""
+"""Whole models on the native compute: training steps, checkpointing, compiled code, copies, with weights plain or
+stored in scaled precision."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from gpu_rules import GPURules
+from test_scaled_weights import COMPUTE, DTYPES, SCALINGS, STORED, autocast, prepared
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_backends import prepare
-from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaling import WINDOW
 
-SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8"]
+STORAGES = {"plain": None, **STORED}
 
 
 class Block(nn.Module):
-    """A feed-forward block whose two first layers read the same input; optionally checkpointed."""
+    """Two layers with the same input, and one after them; optionally checkpointed."""
 
     def __init__(self, use_reentrant=None):
         super().__init__()
         self.use_reentrant = use_reentrant
-        self.norm = nn.LayerNorm(64)
-        self.up, self.side = nn.Linear(64, 96), nn.Linear(64, 96)
-        self.down = nn.Linear(96, 64)
+        self.up, self.side, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
 
     def inner(self, x):
-        h = self.norm(x)
+        h = x * 1
         return x + self.down(torch.relu(self.up(h)) * self.side(h))
 
     def forward(self, x):
-        if self.use_reentrant is None:
-            return self.inner(x)
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return (
+            self.inner(x) if self.use_reentrant is None else checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        )
 
 
 class Gate(Block):
-    """The layers that read the same input alone: tracing takes as long as there are layers."""
+    """Only the two layers with the same input, since tracing takes time for each layer."""
 
     def __init__(self, use_reentrant=None):
         super().__init__(use_reentrant)
         del self.down
 
     def inner(self, x):
-        h = self.norm(x)
+        h = x * 1
         return torch.relu(self.up(h)) * self.side(h)
 
 
-class Ungated(Block):
-    """A layer behind the norm, and one whose input comes out of the middle of the block."""
-
-    def __init__(self, use_reentrant=None):
-        super().__init__(use_reentrant)
-        del self.side
-
-    def inner(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def train(backend, use_reentrant=None, compiler=None, steps=6, blocks=1, kind=Block):
-    """Losses, counters by layer, delayed states by layer, and how many graphs were compiled after each step."""
-    torch._dynamo.reset()
+def made(scaling, stored="plain", use_reentrant=None, kind=Block):
     torch.manual_seed(0)
-    model = nn.Sequential(*[kind(use_reentrant) for _ in range(blocks)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer = prepare(model, optimizer, backend)
-    graphs = []
+    return prepared(kind(use_reentrant), scaling, STORAGES[stored])
+
+
+def trained(model, compiler=None, steps=5):
+    """(losses and gradient norms of steps with new weights, product counts, scaling states, graphs by step)"""
+    layers = [layer for layer in model.modules() if isinstance(layer, FP8Linear)]
+    graphs, compiled, numbers = [], [], []
 
     def count(graph, inputs):
         graphs.append(graph)
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)
 
-    run = torch.compile(model, fullgraph=True, backend=count) if compiler else model
-    losses, compiled = [], []
-    for step in range(steps):
-        x = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    torch._dynamo.reset()
+    forward = torch.compile(model, fullgraph=True, backend=count) if compiler else model
+    for i in range(steps):
+        x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = run(x).float().pow(2).mean()
+            loss = forward(x).float().pow(2).mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        numbers += [loss.item(), x.grad.norm().item()]
+        with torch.no_grad():
+            for layer in layers:
+                assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
+                numbers.append(layer.weight.grad.norm().item())
+                values = layer.weight.detach()
+                values = values.dequantize() if isinstance(values, ScaledTensor) else values
+                layer.weight.copy_(values - 0.1 * layer.weight.grad)
+        model.zero_grad()
+        COMPUTE.after_optimizer_step(model)
         compiled.append(len(graphs))
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
-    counts = {name: m.fp8_products.tolist() for name, m in layers.items()}
-    states = NativeCompute().scaling_state(model)
-    return losses, counts, states, compiled
+    return numbers, [layer.fp8_products.tolist() for layer in layers], COMPUTE.scaling_state(model), compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend,use_reentrant",
-    [("native:delayed", False), ("native:rowwise", None), ("native:mxfp8", True)],  # others: test_scaled_weights.py
-)
-def test_counts_and_losses_under_compile_equal_eagers(backend, use_reentrant):
-    """Fullgraph, so no graph breaks; compiled code counts each forward once, eager counts recomputation apart."""
-    losses, counts, states, _ = train(backend, kind=Gate)
-    assert all(count == [6, 6, 6, 0] for count in counts.values()) and len(counts) == 2
-    compiled_losses, compiled_counts, compiled_states, compiled = train(backend, use_reentrant, "aot_eager", kind=Gate)
-    assert compiled_losses == losses
-    assert compiled_counts == counts
-    assert all(torch.equal(states[name], compiled_states[name]) for name in states)
-    assert compiled[1] == compiled[-1], "recompiled as steps went by"
+def update(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-@pytest.mark.slow
-def test_inductor_trains_alike():
-    """Delayed scaling: test_compiled_orders.py. Blocks: test_scaling_blocks.py."""
-    losses, counts, _, _ = train("native:dynamic", kind=Ungated)
-    inductor_losses, inductor_counts, _, compiled = train("native:dynamic", None, "inductor", kind=Ungated)
-    assert inductor_counts == counts and len(counts) == 2 and compiled[1] == compiled[-1]
-    # other orders of summation in LayerNorm and in the products: bf16 losses agree to 1 %
-    assert torch.allclose(torch.tensor(losses), torch.tensor(inductor_losses), rtol=1e-2)
+def assert_same_states(states, others):
+    assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("backend", SCALINGS)
-def test_checkpointing_recomputes_with_the_same_scales(backend, use_reentrant):
-    """Losses, and so gradients, equal those without checkpointing to the bit; recomputation is counted apart."""
-    losses, counts, states, _ = train(backend, blocks=2)
-    again_losses, again_counts, again_states, _ = train(backend, use_reentrant, blocks=2)
-    assert again_losses == losses
-    assert all(torch.equal(states[name], again_states[name]) for name in states)
-    for name, count in again_counts.items():
-        assert count[:3] == counts[name][:3] and count[3] > 0
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reentrant):
+    """To the bit; recomputation is counted apart. The window rule runs into its delayed scales."""
+    steps = WINDOW + 2 if scaling == "window" else 5
+    numbers, counts, states, _ = trained(made(scaling, stored), steps=steps)
+    again, again_counts, again_states, _ = trained(made(scaling, stored, use_reentrant), steps=steps)
+    assert again == numbers
+    assert_same_states(again_states, states)
+    assert all(other[:3] == one[:3] and other[3] > 0 for one, other in zip(counts, again_counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "scaling,stored,use_reentrant",
+    [
+        ("window", "FP16", None),
+        ("rowwise", "E4M3", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("dynamic", "FP16", None), ("delayed", "E4M3", None), ("blockwise", "FP16", None)),
+                *(("mxfp8", "E4M3", None), ("delayed", "plain", False), ("mxfp8", "plain", True)),
+            )
+        ),
+    ],
+)
+def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
+    """To the bit, without a graph break, and into the window rule's delayed scales. Compiled code counts each forward
+    once, recomputed or not."""
+    steps = WINDOW + 2 if scaling == "window" else 5
+    numbers, counts, states, _ = trained(made(scaling, stored, kind=Gate), steps=steps)
+    compiled = trained(made(scaling, stored, use_reentrant, kind=Gate), "aot_eager", steps)
+    assert compiled[0] == numbers and compiled[1] == counts == [[steps, steps, steps, 0]] * 2
+    assert_same_states(compiled[2], states)
+    assert compiled[3][1] == compiled[3][-1], "compiled again in a later step"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_copies_train_on_their_own(scaling, stored, copied):
+    model = made(scaling, stored)
+    other, before = copied(model), model.up.weight.detach().clone()
+    found = trained(other)
+    assert torch.equal(model.up.weight, before) and not model.up.fp8_products.any()
+    expected = trained(model)
+    assert found[:2] == expected[:2] and found[1] == [[5, 5, 5, 0]] * 3
+    assert_same_states(found[2], expected[2])
+
+
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, stored):
+    torch.manual_seed(0)
+    weights = Block().state_dict()
+    with torch.device("meta"):
+        model = Block()
+    prepared(model, scaling, STORAGES[stored])
+    COMPUTE.after_optimizer_step(model)  # does nothing yet
+    assert all(layer.weight.is_meta for layer in (model.up, model.side, model.down))
+    model.to_empty(device="cpu").load_state_dict(weights)
+    if stored != "plain":
+        assert isinstance(model.up.weight, ScaledTensor) and model.up.weight._data.dtype == STORED[stored]
+    numbers, counts, *_ = trained(model)
+    assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocast_dtype, monkeypatch):
+    model = prepared(Block(use_reentrant=False).to(dtype), scaling, STORAGES[stored])
+    with GPURules(monkeypatch) as gpu:
+        for _ in range(2):
+            x = torch.randn(3, 7, 32, dtype=dtype, requires_grad=True)  # 21 tokens: padded for wgrad
+            with autocast(autocast_dtype):
+                y = model(x)
+            y.float().sum().backward()
+            for p in model.parameters():
+                assert type(p.grad) is torch.Tensor and p.grad.shape == p.shape and p.grad.dtype == dtype
+            model.zero_grad()
+            COMPUTE.after_optimizer_step(model)
+    # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (not needed again for the last layer)
+    assert len(gpu.products) >= 2 * (3 * 3 + 2)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +188,7 @@ def test_checkpointing_recomputes_with_the_same_scales(backend, use_reentrant):
     + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
 )
 def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
-    """On sizes that no block fits. The losses are those of one power of two for a tensor, to 2 %: all values but the
-    smallest are the same."""
+    """For sizes that no block fits. Losses equal those of one power of two for a tensor to 2 %."""
     losses = {}
     for each in (backend, "msamp" + backend[-3:]):
         torch.manual_seed(0)
@@ -142,9 +197,7 @@ def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
         x, target = torch.randn(77, 272), torch.randn(77, 40)
         for _ in range(10):
             loss = (model(x) - target).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         losses[each] = loss.item()
         assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[2].fp8_products.tolist() == [10, 10, 10, 0]
         assert model[0].weight._data.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
@@ -167,7 +220,7 @@ def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():
 
 
 def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
-    """Checkpointing around a prepared part runs its forward again, inside backward: not another training forward."""
+    """A checkpoint around a prepared part runs its forward again, inside backward."""
     part, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
     for step in range(3):
         x = torch.randn(4, 16, requires_grad=True)
@@ -176,8 +229,6 @@ def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
 
 
 def test_two_models_with_two_recipes_train_side_by_side():
-    """No process-wide state: interleaving two models changes neither."""
-
     def make(backend):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
@@ -186,9 +237,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
     def step(model, optimizer, seed):
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
         loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         return loss.item()
 
     backends = ["native:delayed", "native:dynamic"]
@@ -198,46 +247,10 @@ def test_two_models_with_two_recipes_train_side_by_side():
     assert [list(losses) for losses in together] == alone and alone[0] != alone[1]
 
 
-def test_an_ema_copy_and_a_teacher_keep_their_own_state():
-    student = nn.Sequential(nn.Linear(16, 16))
-    student, optimizer = prepare(student, torch.optim.SGD(student.parameters(), 0.1), "native:delayed")
-    x = torch.randn(8, 16)
-    student(x).sum().backward()
-    optimizer.step()
-    teacher = copy.deepcopy(student).eval()
-    state = teacher[0].fp8_scaling.clone()
-    for _ in range(3):
-        with torch.no_grad():
-            target = teacher(x)
-        (student(x) - target).pow(2).mean().backward()
-        optimizer.step()
-    assert torch.equal(teacher[0].fp8_scaling, state) and not torch.equal(student[0].fp8_scaling, state)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", SCALINGS)
-def test_whole_training_steps_are_valid_on_a_gpu(backend, autocast_dtype, dtype, monkeypatch):
-    model = Block(use_reentrant=False).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = prepare(model, optimizer, backend)
-    with GPURules(monkeypatch) as gpu:
-        for _ in range(2):
-            x = torch.randn(3, 7, 64, dtype=dtype, requires_grad=True)  # 21 tokens: padded for wgrad
-            with torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None):
-                y = model(x)
-            y.float().sum().backward()
-            assert all(p.grad.shape == p.shape and p.grad.dtype == dtype for p in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-    # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (the last layer's is not needed again)
-    assert len(gpu.products) >= 2 * (3 * 3 + 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
 def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
-    """`dynamic=True` makes variables of numbers that lie in objects, too, and a backward can lift none of them."""
+    """`dynamic=True` makes variables of numbers in objects too, and a backward cannot lift them."""
 
     def train(compiled):
         torch.manual_seed(0)
@@ -246,9 +259,7 @@ def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec
         run = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager") if compiled else model
         for tokens in (16, 7):
             loss = run(torch.linspace(-1, 1, 32 * tokens).view(tokens, 32)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         return model.state_dict()
 
     eager, compiled = train(False), train(True)
@@ -265,7 +276,7 @@ class TwoParts(nn.Module):
 
 
 def states_of_three_steps(call, microbatches=1, compiler=None, backend="native:delayed"):
-    """Losses and scaling states of three steps, whose gradients are too small for scale 1."""
+    """Losses and scaling states of three steps with gradients too small for scale 1."""
     torch.manual_seed(0)
     model = TwoParts()
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 1e3), backend)
@@ -280,7 +291,7 @@ def states_of_three_steps(call, microbatches=1, compiler=None, backend="native:d
             losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [loss.item() for loss in losses], NativeCompute().scaling_state(model)
+    return [loss.item() for loss in losses], COMPUTE.scaling_state(model)
 
 
 def by_parts(model, x):
@@ -298,7 +309,7 @@ def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_microbatches_through_parts_of_the_model_roll_once_an_optimizer_step(checkpointed):
-    """All microbatches of a step see the same scales, also recomputed."""
+    """Recomputed or not, all microbatches of a step have the same scales."""
 
     def call(model, x):
         return checkpoint(by_parts, model, x, use_reentrant=False) if checkpointed else by_parts(model, x)

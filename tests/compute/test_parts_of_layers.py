@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_rules import Calls, Context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_backends.compute.native.backend import layer_rule
 from fp8_backends.compute.native.layer_rule import Stored, quantized
@@ -19,37 +19,16 @@ from fp8_backends.recipes import handlers as recipes
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Two GPUs, whose collectives return what they get."""
+    """Two GPUs with collectives that return their input."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cuda", (2,))
     dist.destroy_process_group()
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __enter__(self):
-        self.seen = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Context:
-    """What an autograd function is given; autograd itself has no fake CUDA tensors without a driver."""
-
-    needs_input_grad = (True, True, True)
-
-    def save_for_backward(self, *tensors) -> None:
-        self.saved_tensors = tensors
-
-
 @pytest.mark.parametrize("style", [COLWISE, ROWWISE])
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "blockwise", "mxfp8"])
 def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
-    """Fake CUDA tensors run torch's own checks of `_scaled_mm`. Each operand of which ranks have parts is agreed on."""
+    """Fake CUDA tensors run torch's checks of `_scaled_mm`. Ranks agree on each split operand."""
     rule, cut, out_dtype = layer_rule(recipes.resolve(f"native:{scaling}")), Cut(mesh, style), torch.bfloat16
     with FakeTensorMode(), Calls() as calls:
         x = torch.empty(64, 256, device="cuda", dtype=out_dtype)

@@ -78,15 +78,16 @@ def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
         assert torch.equal(scaled_product(a, b, torch.bfloat16), plain)
 
 
-def test_a_cpu_takes_the_bf16_product_where_it_has_one_and_the_result_is_bf16(either_cpu):
+@pytest.mark.parametrize("scaling", ["dynamic", "blockwise", "mxfp8"])
+def test_a_cpu_uses_its_bf16_product_for_bf16_results(scaling, either_cpu):
     cpu = torch.device("cpu")
-    assert engine_for(cpu, torch.bfloat16) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
-    assert engine_for(cpu, torch.float32) == engine_for(cpu, torch.float16) == products.FP32_EXACT
+    assert engine_for(cpu, torch.bfloat16, scaling) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
+    assert engine_for(cpu, torch.float32, scaling) == engine_for(cpu, torch.float16, scaling) == products.FP32_EXACT
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
-    """The product of one pair, and powers of two as scales, in FP32 to the bit: what is left is one rounding."""
+    """A product of one pair, and powers of two as scales, are exact in FP32."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     generator = torch.Generator().manual_seed(0)
     codes = [torch.randn(40, 1, generator=generator).to(E4M3.dtype) for _ in range(2)]
@@ -101,7 +102,7 @@ def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
-    """To half a unit of the dtype: in FP32, or in the dtype's own products."""
+    """To half a unit of the dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
     exact = a.double() @ b.double().t()

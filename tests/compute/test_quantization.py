@@ -36,7 +36,7 @@ VALUES = ["normal", "zero", "subnormal", "inf", "nan"]
 
 @pytest.fixture(autouse=True)
 def parts_of_a_thousand_elements(monkeypatch):
-    """So that small matrices are worked on in several parts, and wide rows in one each."""
+    """Split small matrices into several parts, and wide rows into one each."""
     monkeypatch.setattr(cpu_casts, "PART", 1000)
 
 
@@ -96,7 +96,7 @@ def test_every_code_is_decoded_in_every_layout(fmt, dtype, size):
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_scaled_by_one_factor_after_the_other(dtype, out_dtype):
-    """Of which the product underflows. In place too."""
+    """Their product underflows. In place too."""
     x = matrix(257, 300, dtype)
     rows, columns = torch.rand(257, 1) * 2.0**-80, torch.rand(1, 300) * 2.0**-70
     for a, b in ((torch.tensor(2.0**-80), torch.tensor(2.0**-80)), (rows, columns)):
@@ -108,7 +108,6 @@ def test_products_are_scaled_by_one_factor_after_the_other(dtype, out_dtype):
 
 
 def rule_and_scale(rule, x, fmt):
-    """Arguments of `quantize`, the scale of the rule, and the amax."""
     amax = tensor_amax(without_nan(x) if rule in (DYNAMIC, "given") else x)
     if rule == "given":
         return {"scale": torch.tensor(1.7)}, torch.tensor(1.7), amax
@@ -139,7 +138,7 @@ def test_one_scale_by_every_rule(rule, dtype, kind):
 @pytest.mark.parametrize("rule", [DYNAMIC, POWER_OF_TWO])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cast_records_the_amax_in_a_state(compiled, rule):
-    """The larger of both, in place; NaN as the rule has it."""
+    """The larger of both, in place; NaN by the rule."""
     quantize = quantization.quantize
     if compiled:
         torch._dynamo.reset()
@@ -192,13 +191,11 @@ BLOCKS = (ROWS, VECTORS, SQUARES, MX)
 
 
 def codes_of_one(blocks, x):
-    """Stored codes with one scale, as codes in blocks."""
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     return Quantized(codes, blocks.repeated(torch.ones((), device=x.device), x.shape))
 
 
 def test_a_transpose_is_a_view_where_nothing_has_nan():
-    """No memory for it: the codes of a transpose are those of the matrix in transposed blocks."""
     made = quantization.quantize_blocks(matrix(300, 128, torch.bfloat16), VECTORS, E4M3)
     assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()
 
@@ -211,7 +208,7 @@ def test_a_transpose_is_a_view_where_nothing_has_nan():
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
-    """In one piece, which is what is traced: parts would be as many nodes as there are parts."""
+    """In one piece: parts would be as many nodes of a graph."""
     for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
     with FakeTensorMode():
@@ -237,7 +234,7 @@ def test_compiled_code_takes_the_reference(monkeypatch):
 
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
-    """Without another operation that looks at every element twice; the numbers are eager's, which takes two."""
+    """No second operation reads every element; eager code has two reductions, and the same numbers."""
     graphs = []
 
     def keep(graph, inputs):
@@ -260,7 +257,7 @@ def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])
 def test_products_in_several_threads_share_no_memory(most, values_dtype, out_dtype, monkeypatch):
-    """Nor do operands of different sizes, one after the other."""
+    """Nor do operands of different sizes."""
     monkeypatch.setattr(cpu_casts, "MOST_SCRATCH", most)
     matrices = [matrix(40 + i, 64, torch.bfloat16).to(torch.float8_e4m3fn) for i in range(8)]
     factors = torch.tensor(0.3), torch.tensor(1.7)

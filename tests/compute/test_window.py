@@ -1,20 +1,13 @@
 """MS-AMP's window rule in the native layer: just in time for 16 optimizer steps, then from the last 16 amaxes."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
-from gpu_rules import GPURules
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from fp8_backends.compute.native import layer_rule
-from fp8_backends.compute.native import linear as fp8_linear
-from fp8_backends.compute.native import linear as linear_function
+from fp8_backends.compute.native import linear
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.formats import E4M3, E5M2, RECIPE_FORMATS
 from fp8_backends.numerics.kernels import reference
@@ -26,11 +19,8 @@ from fp8_backends.training.preparation import watch_optimizer
 COMPUTE = NativeCompute()
 
 
-def prepare(model, optimizer=None, backend="native:window", **fields):
-    recipe = FP8RecipeKwargs(backend=backend, **fields)
-    convert(model, recipe, COMPUTE)
-    if optimizer is not None:
-        watch_optimizer(model, optimizer, recipe)
+def prepare(model, backend="native:window", **fields):
+    convert(model, FP8RecipeKwargs(backend=backend, **fields), COMPUTE)
     return model
 
 
@@ -40,7 +30,7 @@ def one_layer(**fields):
 
 
 def step(model, x, dy=None):
-    """One optimizer step's worth of a training loop: forward, backward, roll."""
+    """Run forward, backward and roll."""
     x = x.detach().clone().requires_grad_()
     y = model(x)
     y.backward(torch.ones_like(y) if dy is None else dy)
@@ -53,24 +43,23 @@ def scale_of(amax, fmt):
 
 
 def row(model, tensor):
-    """counter, history of the first layer"""
+    """(counter, history) of the first layer"""
     state = model[0].fp8_scaling[tensor]
     return state[ROLLS].item(), state.view(torch.float32)[HISTORY:].tolist()
 
 
 @pytest.fixture
 def scales(monkeypatch):
-    """The scales with which inputs and gradients were quantized, in order."""
+    """The scales of inputs and gradients, in order."""
     seen = {INPUT: [], GRAD_OUTPUT: []}
-    original = layer_rule.quantized
+    original = linear.quantized
 
     def watched(matrix, fmt, rule, state, tensor, *layouts, **named):
-        made = original(matrix, fmt, rule, state, tensor, *layouts, **named)
-        seen[tensor].append(1 / made.scale_inv.item())
-        return made
+        layouts = original(matrix, fmt, rule, state, tensor, *layouts, **named)
+        seen[tensor].append(1 / layouts.scale_inv.item())
+        return layouts
 
-    for module in (fp8_linear, linear_function):
-        monkeypatch.setattr(module, "quantized", watched)
+    monkeypatch.setattr(linear, "quantized", watched)
     return seen
 
 
@@ -109,7 +98,7 @@ def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, b
 
 
 def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
-    """A layer that does not run, an expert without tokens, a gradient of zeros: no step of the schedule."""
+    """A layer that does not run, an expert without tokens, a gradient of zeros."""
     model = one_layer()
     for _ in range(40):
         COMPUTE.after_optimizer_step(model)
@@ -138,7 +127,7 @@ def test_a_delayed_scale_saturates_a_spike_for_one_step():
 
 
 def test_microbatches_and_skipped_steps_record_their_largest_amax():
-    """A step that a loss scaler skips never ends: what it recorded counts for the next."""
+    """A step skipped by a loss scaler never ends: its amax counts for the next."""
     model = one_layer()
     for amax in (1.0, 8.0, 2.0):
         model(torch.full((4, 16), amax)).sum().backward()
@@ -150,7 +139,7 @@ def test_microbatches_and_skipped_steps_record_their_largest_amax():
 @pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5)])
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format):
-    """Codes and scales as in plain Python; FP32 results differ by the order of summation alone."""
+    """Codes and scales equal plain Python's; FP32 results differ only by the order of summation."""
     torch.manual_seed(0)
     model = prepare(nn.Sequential(nn.Linear(n_in, n_out, bias=False)), fp8_format=fp8_format)
     forward, gradient = RECIPE_FORMATS[fp8_format]
@@ -178,106 +167,16 @@ def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format)
         assert model[0].fp8_scaling[tensor].view(torch.float32)[0].item() == s
 
 
-# a whole model
-
-
-class Block(nn.Module):
-    """Two layers that read the same input, and one after them; optionally checkpointed."""
-
-    def __init__(self, use_reentrant=None):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.up, self.side, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
-
-    def inner(self, x):
-        h = x * 1
-        return x + self.down(torch.relu(self.up(h)) * self.side(h))
-
-    def forward(self, x):
-        if self.use_reentrant is None:
-            return self.inner(x)
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-
-
-def made(use_reentrant=None, blocks=2):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block(use_reentrant) for _ in range(blocks)])
+def test_the_optimizers_step_rolls_the_window_once_for_all_microbatches():
+    model, recipe = nn.Sequential(nn.Linear(16, 16)), FP8RecipeKwargs(backend="native:window")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    return prepare(model, optimizer), optimizer
-
-
-def train(model, optimizer, steps=range(20), run=None, after=None):
-    losses = []
-    for i in steps:
-        x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = (run or model)(x * 1.1**i).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if after is not None:
-            after()
-    return losses
-
-
-def states(model):
-    return COMPUTE.scaling_state(model)
-
-
-def assert_same_states(a, b, layers=6):
-    a, b = states(a), states(b)
-    assert a.keys() == b.keys() and len(a) == layers
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_optimizers_step_rolls_the_window_once_however_many_microbatches():
-    model, optimizer = made()
+    convert(model, recipe, COMPUTE)
+    watch_optimizer(model, optimizer, recipe)
     for _ in range(3):
         for _ in range(2):
-            model(torch.randn(4, 8, 32)).sum().backward()
+            model(torch.randn(4, 16, requires_grad=True)).sum().backward()
         optimizer.step()
-    assert {state[tensor, ROLLS].item() for state in states(model).values() for tensor in (INPUT, GRAD_OUTPUT)} == {3}
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_recomputes_with_the_same_scales(use_reentrant):
-    model, optimizer = made()
-    losses = train(model, optimizer)
-    again, again_optimizer = made(use_reentrant)
-    assert train(again, again_optimizer) == losses
-    assert_same_states(model, again)
-    assert all(layer.fp8_products[3] > 0 for layer in again.modules() if isinstance(layer, FP8Linear))
-
-
-@pytest.mark.slow
-def test_compiled_steps_equal_eager_ones_and_never_compile_again():
-    """Over the step at which just-in-time scales become delayed ones."""
-    model, optimizer = made(blocks=1)
-    losses = train(model, optimizer)
-    torch._dynamo.reset()
-    again, again_optimizer = made(blocks=1)
-    graphs, compiled = [], []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    run = torch.compile(again, fullgraph=True, backend=count)
-    assert train(again, again_optimizer, run=run, after=lambda: compiled.append(len(graphs))) == losses
-    assert compiled[1] == compiled[-1], "compiled again as steps went by"
-    assert_same_states(model, again, layers=3)
-    assert all(state[INPUT, ROLLS] == 20 for state in states(again).values())
-
-
-def test_layers_that_read_the_same_input_share_one_copy():
-    model, optimizer = made(blocks=1)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        train(model, optimizer)  # just in time, then delayed
-    of_input = [t for t in saved if t.dtype == torch.float8_e4m3fn and t.shape == (32, 32)]
-    places = [t.data_ptr() for t in of_input]
-    assert len(places) == 2 * 20 and places[::2] == places[1::2] and len(set(places)) == 20
+    assert row(model, INPUT)[0] == row(model, GRAD_OUTPUT)[0] == 3
 
 
 def test_evaluation_and_no_grad_leave_the_window_as_it_is():
@@ -292,29 +191,18 @@ def test_evaluation_and_no_grad_leave_the_window_as_it_is():
     assert model[0].fp8_products[0] == 3 and torch.equal(model[0].fp8_scaling, before)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_go_their_own_way(copied):
-    model = one_layer()
-    for _ in range(17):
-        step(model, torch.ones(4, 16))
-    other = copied(model)
-    x = torch.randn(4, 16)
-    assert torch.equal(other(x), model(x))
-    before = model[0].fp8_scaling.clone()
-    step(other, x * 100)
-    assert torch.equal(model[0].fp8_scaling, before) and not torch.equal(other[0].fp8_scaling, before)
-
-
 @pytest.mark.parametrize("saved_after", [5, 18])
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved_after):
-    model, optimizer = made()
-    train(model, optimizer, range(saved_after))
-    resumed, resumed_optimizer = made()
-    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
-    COMPUTE.load_scaling_state(resumed, states(model))
-    rest = range(saved_after, 24)
-    assert train(model, optimizer, rest) == train(resumed, resumed_optimizer, rest)
-    assert_same_states(model, resumed)
+    batches = (
+        torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(0)) * 1.1 ** torch.arange(24.0)[:, None, None]
+    )
+    model, resumed = one_layer(), one_layer()
+    for x in batches[:saved_after]:
+        step(model, x)
+    COMPUTE.load_scaling_state(resumed, COMPUTE.scaling_state(model))
+    for x in batches[saved_after:]:
+        assert all(map(torch.equal, step(model, x), step(resumed, x)))
+    assert torch.equal(model[0].fp8_scaling, resumed[0].fp8_scaling)
 
 
 def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
@@ -326,38 +214,5 @@ def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
             COMPUTE.load_scaling_state(target, COMPUTE.scaling_state(saved))
 
 
-def test_the_state_is_no_floating_point_and_not_in_the_state_dict():
-    model = one_layer()
-    step(model, torch.randn(4, 16))
-    before = model[0].fp8_scaling.clone()
-    model.bfloat16()
-    assert torch.equal(model[0].fp8_scaling, before) and sorted(model.state_dict()) == ["0.bias", "0.weight"]
-
-
-def test_a_layer_prepared_on_meta_starts_its_window_afresh():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(16, 16))
-    prepare(model)
-    COMPUTE.after_optimizer_step(model)  # nothing to do, and no harm
-    model.to_empty(device="cpu").load_state_dict(nn.Sequential(nn.Linear(16, 16)).state_dict())
-    for _ in range(3):
-        step(model, torch.randn(4, 16))
-    assert row(model, INPUT)[0] == row(model, GRAD_OUTPUT)[0] == 3
-
-
 def test_the_layer_shows_its_rule():
     assert "native:window i:e4m3,w:e4m3,go:e5m2" in repr(one_layer()[0])
-
-
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_training_steps_are_valid_on_a_gpu(dtype, autocast_dtype, monkeypatch):
-    model = prepare(Block().to(dtype))
-    with GPURules(monkeypatch) as gpu:
-        for _ in range(2):
-            x = torch.randn(3, 7, 32, dtype=dtype, requires_grad=True)
-            with torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None):
-                y = model(x)
-            y.float().sum().backward()
-            COMPUTE.after_optimizer_step(model)
-    assert len(gpu.products) == 2 * 3 * 3

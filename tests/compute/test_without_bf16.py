@@ -44,7 +44,6 @@ class ProductDtypes(TorchDispatchMode):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_of_fp8_layers_are_in_fp32_whatever_surrounds_them(backend, autocast, high_precision, monkeypatch):
-    """Those that a recipe keeps in high precision too."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
@@ -60,7 +59,7 @@ def test_products_of_fp8_layers_are_in_fp32_whatever_surrounds_them(backend, aut
 
 
 def fresh_process(*arguments):
-    """Python on such a CPU, and what it printed."""
+    """Run Python on such a CPU, and return its output."""
     path = os.pathsep.join([str(TESTS / "without_bf16"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, env=environment)
@@ -113,7 +112,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_engines_and_what_surrounds_them_hold_on_such_a_cpu(tmp_path):
-    """No form of a product, and the tests of both once more, on the other kind of CPU: one process loads them."""
+    """Time all forms of a product, and run both products' tests on the other kind of CPU, in one process."""
     files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
     tests = [str(TESTS / file) for file in files]
     # what is compiled here is traced for a GPU, whatever the CPU

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends.compute import expert_dispatch, hardware
+from fp8_backends.compute import expert_functions, hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
@@ -44,7 +44,7 @@ def in_ddp(model):
 
 
 def in_fsdp2(model, **options):
-    """Experts apart from the block that they lie in, as a mixture of experts is usually sharded."""
+    """Shard experts apart from their block, as usual for mixtures of experts."""
     for block in model.model.layers:
         fully_shard(block.mlp.experts, **options)
         fully_shard(block, **options)
@@ -68,17 +68,19 @@ def trained(family, spec, wrap, checkpointing=False):
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
-    """All rows of a batch of four."""
     return batch(rows=4, seed=step)
 
 
-def steps(model, optimizer, numbers, given=share) -> list[float]:
-    """Losses, mean over ranks."""
+in_bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def steps(model, optimizer, numbers, given=share, backward=torch.Tensor.backward, autocast=in_bf16) -> list[float]:
+    """Return losses, mean over ranks."""
     losses = []
     for step in numbers:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             loss = model(**given(step)).loss.float()
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(loss))
@@ -110,7 +112,7 @@ def check_ddp_and_fsdp2_have_the_same_losses() -> dict:
 
 
 def check_levels_store_experts_in_ddp_and_fsdp2() -> dict:
-    """A shard's gradient has a scale of its own, so losses differ by what rounding it to E4M3 does."""
+    """A shard's gradient has its own scale: losses differ by its rounding to E4M3."""
     found = {}
     for family, level, bytes_each in (("mixtral", "O2", 2), ("gpt_oss", "O4", 1)):
         losses = {}
@@ -126,19 +128,22 @@ def check_levels_store_experts_in_ddp_and_fsdp2() -> dict:
 
 
 def check_stored_experts_resume_to_the_bit() -> None:
-    """In DDP at O4, where residuals and states are shared out, and in FSDP2, from whole and from sharded states."""
+    """In DDP at O4, with sharded residuals and states, and in FSDP2, from whole and from sharded states."""
     for wrap in (in_ddp, in_fsdp2):
         model, optimizer = prepared("mixtral", "msamp:O4", wrap)
         steps(model, optimizer, range(2))
         with fp8_backends.checkpoints.whole_states(optimizer):
             saved = copy.deepcopy(get_state_dict(model, optimizer))
         assert all(not isinstance(local_part(weight), ScaledTensor) for weight in saved[0].values())
-        other, resumed = prepared("mixtral", "msamp:O4", wrap, seed=3)
-        states = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-        set_state_dict(other, resumed, **states)
-        ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
-        found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
-        assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+        resume(saved, model, optimizer, *prepared("mixtral", "msamp:O4", wrap, seed=3))
+
+
+def resume(saved, model, optimizer, other, resumed) -> None:
+    """Load (states of model and optimizer) into another pair, and train both to the same losses."""
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
+    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
+    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
 
 
 def check_fsdp2_recomputes_and_casts_its_shards() -> dict:
@@ -174,8 +179,8 @@ def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
 
 
 def check_zero3_has_the_losses_of_ddp() -> dict:
-    """To the bit where bf16 products are in hardware. PyTorch's loops add up in another order for DeepSpeed's own
-    function of a plain linear layer, such as the head: less than a unit of bf16 in a loss."""
+    """To the bit with bf16 products in hardware. Else DeepSpeed's function of a plain linear layer, such as the head,
+    sums in another order: less than a unit of bf16 in a loss."""
     from deepspeed_training import accelerator
 
     losses = {}
@@ -183,19 +188,11 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
         with accelerator(3, spec) as acc:
             model = build("mixtral")
             model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-            found = []
-            for step in range(STEPS):
-                with acc.autocast():
-                    loss = model(**share(step)).loss.float()
-                acc.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(mean(loss))
+            losses[spec] = steps(model, optimizer, range(STEPS), backward=acc.backward, autocast=acc.autocast)
             counts(acc.unwrap_model(model))
-        losses[spec] = found
         expected = trained("mixtral", spec, in_ddp)[0]
         unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps
-        assert all(abs(a - b) <= unit * b for a, b in zip(found, expected, strict=True)), (found, expected)
+        assert all(abs(a - b) <= unit * b for a, b in zip(losses[spec], expected, strict=True)), (losses, expected)
     return losses
 
 
@@ -204,13 +201,13 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
 
 @functools.cache
 def meshes():
-    """(of the ranks that share out the experts, of one rank alone)"""
+    """(the mesh of ranks that share the experts, a mesh of one rank)"""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
     return mesh["ep"], mesh["tp"]
 
 
 def shared_out(model, plan, shared_batch=False, implementation="all_to_all"):
-    """The model with the experts of transformers' plan shared out to the ranks, which hold the same tokens or not."""
+    """Share the experts of transformers' plan over the ranks, with the same tokens on all or not."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     of_experts, alone = meshes()
@@ -227,7 +224,7 @@ PLAN = {
 
 
 def experts_in_fp8(spec, dtype, share=False):
-    """GPT-OSS' experts in FP8, in a root of their own; with `share`, this rank has some of them."""
+    """GPT-OSS' experts in FP8, in their own root; with `share`, only this rank's."""
     root = make_experts("gpt_oss", dtype)
     if share:
         shared_out(root, PLAN, implementation="auto")
@@ -255,14 +252,14 @@ def of_this_rank(tokens, numbers):
 
 
 def sorted_stably():
-    """transformers sorts pairs of a token and an expert by a sort that is not stable: which of an expert's tokens comes
-    first, and so the last bit of sums over them, is up to the machine. Inside of this they keep their order."""
+    """Patch transformers' unstable sort of pairs: the order of an expert's tokens decides the last bit of sums over
+    them."""
     return mock.patch("torch.argsort", functools.partial(torch.argsort, stable=True))
 
 
 @sorted_stably()
 def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
-    """To the bit, in bf16, with and without FP8 on the way; there fprop's, where the rule takes the codes that come."""
+    """To the bit in bf16, also with FP8 codes on the wire, for fprop of rules that multiply them."""
     for (numbers, experts), scaling in itertools.product(ROUTES.values(), ("dynamic", "delayed", "rowwise", "mxfp8")):
         hidden, chosen, weights = routed(sum(numbers), 0, torch.bfloat16)
         chosen = chosen % len(experts)
@@ -292,8 +289,8 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
 
 
 def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
-    """transformers' tensor-parallel plan: gradients of the parts to the bit; what is a sum over ranks, of which each
-    rounded its summand to bf16, to two units of that."""
+    """transformers' tensor-parallel plan: parts' gradients to the bit; sums over ranks, rounded to bf16, to two
+    units."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
@@ -316,8 +313,8 @@ def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
 
 
 def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
-    """A pair of a token and an expert takes, in FP32 under autocast, 4 bytes a value four times; with FP8 codes and a
-    scale forward to the expert, and bf16 on the other three ways."""
+    """A pair of a token and an expert has 4 bytes a value on four ways in FP32; FP8 codes and a scale to the expert,
+    and bf16 on the other three ways."""
     hidden, chosen, weights = routed(40, dist.get_rank())
     dy = torch.randn(40, WIDTH)
     sent = {}
@@ -347,8 +344,8 @@ class Sent(TorchDispatchMode):
 
 @sorted_stably()
 def check_expert_parallel_training_is_that_of_one_process() -> dict:
-    """Mixtral's losses and weights to the bit, with one batch on all ranks. Scaling states of all experts are on every
-    rank, those of one process."""
+    """Mixtral's losses and weights to the bit, with one batch on all ranks, and the states of all experts on every
+    rank."""
     found = {}
     for spec, implementation in (
         ("native:dynamic", "all_reduce"),
@@ -383,8 +380,8 @@ def ready(model, spec, lr=3e-3):
 
 
 def check_tokens_of_one_batch_travel_as_codes() -> None:
-    """Each rank sends its part of a batch that all have. With rows' scales the loss and all gradients are those without
-    FP8 on the way, to the bit, but of the first weights, which are made of one cast more."""
+    """Each rank sends its part of a common batch. By rows, loss and gradients equal those without FP8 on the wire to
+    the bit, except the first weights', with one more cast."""
     model = build("mixtral")
     plan = model._expand_parallel_plan(model.ep_plan)
     shared_out(model, plan, shared_batch=True)
@@ -406,12 +403,12 @@ def check_tokens_of_one_batch_travel_as_codes() -> None:
 
 
 def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
-    """2**-4 of a value, or half of the least code: 2**-10 of what 1 is at the scale of its row."""
+    """2**-4 of a value, or half of the least code: 2**-10 of 1 at its row's scale."""
     spec = FP8RecipeKwargs(backend="native:dynamic", activation_comm="fp8")
     root = experts_in_fp8(spec, torch.float32, share=True)
     hidden, chosen, weights = routed(40, dist.get_rank())
     hidden *= torch.logspace(-30, 30, WIDTH, base=2.0)
-    exchange = expert_dispatch._implementation_of(root.experts.forward)
+    exchange = expert_functions.exchange_of(root.experts.forward)
     values, ids, _, _ = exchange.plain.all_to_all._dispatch_tokens(hidden, chosen, weights)
     tokens, same_ids, _, _ = exchange._dispatch_tokens(hidden, chosen, weights)
     assert torch.equal(ids, same_ids) and tokens.dtype == values.dtype
@@ -421,7 +418,7 @@ def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
 
 
 def in_transformers_fsdp2(model, **sizes):
-    """The model as `from_pretrained(distributed_config=…)` distributes it."""
+    """Distribute like `from_pretrained(distributed_config=…)`."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
 
@@ -430,7 +427,7 @@ def in_transformers_fsdp2(model, **sizes):
 
 
 def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() -> dict:
-    """transformers' FSDP2 shards the rest of the model, and tokens travel as codes."""
+    """transformers' FSDP2 shards the other layers, and tokens travel as codes."""
     import transformers
 
     spec = FP8RecipeKwargs(backend="native:delayed", amax_history_len=4, activation_comm="fp8")
@@ -445,12 +442,7 @@ def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() 
     for state, found in zip(states_of(model), copies, strict=True):
         dist.all_gather(found, state)
         assert all(torch.equal(each, state) for each in found)
-    saved = copy.deepcopy(get_state_dict(model, optimizer))
-    other, resumed = fresh(3)
-    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
-    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
-    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
-    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+    resume(copy.deepcopy(get_state_dict(model, optimizer)), model, optimizer, *fresh(3))
     experts = model.get_parameter(EXPERTS).full_tensor()
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]

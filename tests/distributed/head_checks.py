@@ -28,7 +28,7 @@ LARGEST_GAP = 0.01
 def _losses(
     wrap=None, rows: slice = slice(None), backend: str = "native:dynamic", **fields
 ) -> tuple[torch.nn.Module, list[float], type]:
-    """(the model, the losses of 5 steps on these rows of a batch, averaged over the ranks, the class of its logits)"""
+    """(the model, mean losses of 5 steps on these rows of a batch, the class of its logits)"""
     model = llama(tie_word_embeddings=True)
     spec = SPEC | fields | {"backend": backend}
     fp8_backends.prepare(model, None, spec)

@@ -1,20 +1,19 @@
-"""The `native` backend: an FP8 linear layer in plain PyTorch, whose three products all run in FP8.
+"""The `native` backend: FP8 linear layers in plain PyTorch, with all three products in FP8.
 
-What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
+One layer under the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
 
     forward     x8, w8 = quantize(x), quantize(w)            y  = x8 @ w8.T
     backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
-Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
-and v of an attention) share one x8, and microbatches may share w8 (`shared_codes`). Each is made in the two layouts in
-which its products read it, or in one with a view where views will do (`numerics.kernels.quantize`). With `rowwise`,
-`blockwise` and `mxfp8` an operand is quantized along its contraction, hence once a product: forward keeps a column-wise
-copy of x, made from high precision, and backward quantizes the weight again.
+Backward keeps only x8 and w8, half the bytes of bf16. Layers with the same input (q, k and v of an attention) share one
+x8, and microbatches may share w8 (`SharedCodes`). Each tensor is cast into the two layouts of its products, or into one
+with a view (`numerics.kernels.quantize`). `rowwise`, `blockwise` and `mxfp8` quantize along the contraction, once for
+each product: forward keeps a column-wise copy of x, made from high precision, and backward quantizes the weight again.
 
-A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
-values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) lie so, too.
+A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data is cast to w8 without a copy of
+its values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) are stored likewise.
 
-Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (`experts`).
+Mixtures of experts in transformers, with weights in one 3-D Parameter, run the same products in groups (`experts`).
 """
 
 from __future__ import annotations
@@ -27,32 +26,28 @@ import torch
 from torch import nn
 
 from ...numerics.engine import inside_backward
-from ...numerics.formats import RECIPE_FORMATS
+from ...numerics.formats import E4M3, RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import owner_of
 from ...numerics.parameter_swap import swap
 from ...numerics.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
-from ..counts import DGRAD, KINDS, ProductCounts
-from ..derivatives import refuse_transforms
+from ..counts import KINDS, ProductCounts
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
-from ..layer_parts import is_parallel, refuse_cut_since
 from ..products import EMULATED, engine_for
+from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
 from . import experts as fp8_experts
-from .block_products import block_engine_for
-from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .fused_head import FP8Head
 from .gathers import ExpertCodes, WeightCodes
 from .grouped_products import grouped_engine_for
-from .layer_rule import STATEFUL, LayerRule, Stored
-from .ledger import Ledger, with_noted_amaxes
+from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
+from .ledger import Ledger, SharedCodes, with_noted_amaxes
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
-from .shared_codes import SharedCodes
 from .tensor_parallel import Cut, cut_obstacle
 
 if TYPE_CHECKING:
@@ -64,7 +59,7 @@ _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
 
 class NativeCompute(Compute):
-    """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
+    """Multiply by `torch._scaled_mm`, or by other means if they are faster or the device lacks it."""
 
     name = "native"
     scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
@@ -108,10 +103,17 @@ class NativeCompute(Compute):
         return fp8_experts.unfit(experts, part, recipe)
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
-        return fp8_experts.note(layer_rule(recipe))
+        rule = layer_rule(recipe)
+        if rule.has_blocks or rule.gradient_format == E4M3:
+            return None
+        return "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2"
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
-        return fp8_experts.build(experts, parts, layer_rule(recipe), shared, recipe.amax_history_len)
+        weights = FP8Experts()
+        for part in parts:
+            weights[part] = FP8ExpertWeight(experts, part)
+            weights[part].set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+        return weights
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
@@ -134,7 +136,7 @@ class NativeCompute(Compute):
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for shared in self._shared(root):
-            shared.keeps_weights = keep
+            shared.keep_weights(keep)
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         for shared in self._shared(root):
@@ -144,19 +146,17 @@ class NativeCompute(Compute):
             _write(states, rolled_window_states(stacked, formats))
         rolls = next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, RollDelayedStates)), None)
         if rolls is not None and not inside_backward():
-            rolls.roll(root)  # also where a loop calls parts of the model
+            rolls.roll(root)  # for loops that call parts of the model
 
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, (FP8Products, FP8ExpertWeight))
 
     def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
-        """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
+        """Return the engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = module.fp8_rule, module.weight.device
-        if rule.has_blocks:
-            return block_engine_for(device, module.fp8_out_dtype, rule.along.blocks.columns)
-        if isinstance(module, FP8ExpertWeight):
+        if isinstance(module, FP8ExpertWeight) and not rule.has_blocks:
             return grouped_engine_for(device)
-        return engine_for(device, module.fp8_out_dtype)
+        return engine_for(device, module.fp8_out_dtype, rule.scaling if rule.has_blocks else "dynamic")
 
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()
@@ -165,13 +165,13 @@ class NativeCompute(Compute):
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
     def transient_bytes_per_element(self, module: FP8Products) -> float:
-        # one FP8 code an element, where they are made for dgrad: rules along the contraction make them in backward, and
-        # a weight that is stored in FP8 is its own codes
+        # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
+        # weight stored in FP8 is its own codes
         rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
         if weight.is_in(rule.forward_format):
             return 0.0
-        for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
-        # and one for fprop that stays over microbatches, where that is not the same
+        for_dgrad = rule.along is None and not rule.high_precision[DGRAD]
+        # and one for fprop, kept over microbatches, unless it is the same
         stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
         is_the_same = for_dgrad and not usable(weight.data)
         return float(for_dgrad) + float(stays and not is_the_same)
@@ -183,20 +183,20 @@ class NativeCompute(Compute):
         codes = {}
         for layer in filter(self.is_converted, root.modules()):
             codes[owner_of(layer)] = (WeightCodes if isinstance(layer, FP8Products) else ExpertCodes)(layer)
-        # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
-        # among it, and no number differs. A stock model's weights are the user's to read in forward
-        by_default = recipe.level != "O0" and all(len(each.products) == 1 for each in codes.values())
+        # by default at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them,
+        # and all numbers. In forward, users may read the weights of a stock model
+        by_default = recipe.level != "O0" and all(len(weight.products) == 1 for weight in codes.values())
         asked = recipe.enable_fsdp_float8_all_gather
         if not (by_default if asked is None else asked):
             return {}
         for key, hook in root._forward_pre_hooks.items():
-            if isinstance(hook, RollDelayedStates):  # before FSDP2's, which gathers codes by the scale of this step
+            if isinstance(hook, RollDelayedStates):  # before FSDP2's hook, which gathers codes by this step's scale
                 root._forward_pre_hooks.move_to_end(key, last=False)
                 break
         return codes
 
     def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        return cast_of(module, tensor, values) if isinstance(module, FP8Products) else None
+        return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)
@@ -216,12 +216,12 @@ class NativeCompute(Compute):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
-        _collect_amaxes(root)  # of before, which the loaded state replaces
+        _collect_amaxes(root)  # earlier ones, replaced by the loaded state
         for name, layer in self._stateful_layers(root):
             layer.fp8_scaling.copy_(state[name])
 
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
-        """Layers by the names of their states, which differ from rule to rule, as the states do."""
+        """Yield layers by the names of their states. Names differ by rule, like the states."""
         for name, layer in self.converted_layers(root).items():
             if layer.fp8_rule.scaling in STATEFUL:
                 yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
@@ -231,14 +231,14 @@ class NativeCompute(Compute):
 
 
 class RollDelayedStates:
-    """One step of every layer's delayed state. Forward pre-hook of the prepared root, for training forwards; each
-    optimizer step rolls too, for loops that call submodules. A state with no new amax does not change.
+    """Roll every layer's delayed state, before each training forward of the prepared root. Each optimizer step rolls
+    too, for loops that call submodules. A state with no new amax does not change.
 
-    In a loop of forward and backward, scales and histories are TransformerEngine's, which rolls those of a forward at
-    its end and those of a backward in it. Evaluation, recomputation and forwards without gradients leave the state
-    alone; TransformerEngine lets the next step see the amax of a forward without gradients, too.
+    In a loop of forward and backward, scales and histories equal TransformerEngine's, which rolls states at the end of
+    a forward and in its backward. Evaluation, recomputation and forwards without gradients leave the state alone;
+    TransformerEngine lets the next step see the amax of a forward without gradients, too.
 
-    A class and not a closure, so that models pickle.
+    A class, unlike a closure, pickles with the model.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -252,9 +252,8 @@ class RollDelayedStates:
             self.roll(root)
 
     def roll(self, root: nn.Module) -> None:
-        """Roll the states of all layers."""
         for group, states in _states_of_layers(root, "delayed").values():
-            # filled on the device: a copy from the host would wait for it
+            # filled on the device: a copy from the host would wait
             limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
             _write(group, rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval))
 
@@ -266,13 +265,13 @@ def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
     if not torch.compiler.is_compiling():
         torch._foreach_copy_(data, stacked.unbind())
         return
-    for state, new in zip(data, stacked.unbind(), strict=True):  # Inductor writes wrong numbers of the above
+    for state, new in zip(data, stacked.unbind(), strict=True):  # Inductor miscompiles `_foreach_copy_` here
         state.copy_(new)
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size).
-    Each group as the states themselves, and stacked, with all amaxes so far."""
+    """Group the states of all layers of this rule by (device, rule, size), one computation each. Returns live states
+    and a stacked copy with all amaxes so far."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
@@ -287,7 +286,7 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
 
 
 def _collect_amaxes(root: nn.Module) -> None:
-    """Complete the states of all layers with the amaxes that compiled code noted."""
+    """Add the amaxes noted by compiled code to the states of all layers."""
     for scaling in STATEFUL:
         for states, stacked in _states_of_layers(root, scaling).values():
             _write(states, stacked)
@@ -300,7 +299,7 @@ def _thaw(layer: nn.Module) -> None:
 
 
 def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:
-    """The carrier, with the Parameters of `layer` and the rule of the recipe."""
+    """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     if recipe.fp8_params:
         check(carrier)
@@ -311,7 +310,7 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
 
 
 def layer_rule(recipe: Recipe) -> LayerRule:
-    """The plain values of a resolved recipe that a layer reads."""
+    """Build the rule of a resolved recipe's layers."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
     return LayerRule(
         recipe.scaling,

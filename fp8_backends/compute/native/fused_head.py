@@ -1,4 +1,4 @@
-"""`FP8Head`, an output head of `native` that defers its logits, and its products in FP8 by chunks of tokens."""
+"""`FP8Head`, an output head of `native` with deferred logits, and its FP8 products in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -6,46 +6,43 @@ import torch
 
 from ...numerics.formats import Format
 from ...numerics.kernels.layouts import Layouts
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, Quantized
-from ..counts import DGRAD, FPROP, KINDS, RECOMPUTED, WGRAD
-from ..deferred_logits import DefersLogits
-from ..head_loss import HeadProducts
-from ..products import plain_product, scaled_product
-from .layer_rule import Stored, quantized
+from ...numerics.scaling import GRAD_OUTPUT, INPUT
+from ..counts import KINDS, RECOMPUTED
+from ..deferred_logits import DefersLogits, HeadProducts
+from ..products import plain_product
+from .layer_rule import DGRAD, FPROP, WGRAD, Stored, fp8_product, quantized
 from .linear import FROZEN, FP8Linear
 
 
 class FP8Head(DefersLogits, FP8Linear):
     weight_types = FROZEN
 
+    def cast_of(self, tensor: int, values: torch.Tensor) -> None:
+        """Return None: scales differ from chunk to chunk."""
+
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype
-        stored = Stored.of(self.weight)
-        w8 = self._quantized_weight(stored, None, for_dgrad=True, recorded=self.fp8_scaling)
-        return FP8HeadProducts(self, self.fp8_scaling, stored, w8, out_dtype)
+        return FP8HeadProducts(self, Stored.of(self.weight), out_dtype)
 
     def count_products(self, *kinds: str) -> None:
-        high = [kind for kind, is_high in zip(KINDS, self.fp8_rule.high_precision, strict=True) if is_high]
-        high += [RECOMPUTED] * (FPROP in high)
+        high = self.fp8_rule.high_precision
         for kind in kinds:
-            if kind not in high:
+            if not high[FPROP if kind == RECOMPUTED else KINDS.index(kind)]:
                 self.fp8_ledger.counts.add(kind)
 
 
 class FP8HeadProducts(HeadProducts):
-    """The products of a head by its scaling rule. The codes of the weight serve all chunks; hidden states and gradients
-    of logits get scales of their own in each, where the rule takes them from the tensor."""
+    """The products of a head by its scaling rule. The weight's codes serve all chunks; hidden states and gradients of
+    logits get new scales in each chunk, if the rule derives them from the tensor."""
 
-    def __init__(
-        self, head: FP8Head, state: torch.Tensor | None, stored: Stored, w8: Layouts, out_dtype: torch.dtype
-    ) -> None:
-        self.rule, self.ledger, self.state, self.out_dtype = head.fp8_rule, head.fp8_ledger, state, out_dtype
+    def __init__(self, head: FP8Head, stored: Stored, out_dtype: torch.dtype) -> None:
+        self.rule, self.ledger, self.state, self.out_dtype = head.fp8_rule, head.fp8_ledger, head.fp8_scaling, out_dtype
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
-        self.high = dict(zip(KINDS, self.rule.high_precision, strict=True))
+        self.high, along, fmt = self.rule.high_precision, self.rule.along, self.rule.forward_format
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
-        along, fmt = self.rule.along, self.rule.forward_format
-        if w8.codes is None:  # the weight is stored in FP8
+        w8 = head._quantized_weight(stored, None, for_dgrad=True, recorded=self.state)
+        if w8.codes is None:  # a weight stored in FP8
             w8 = Layouts(*(stored if along is None else stored.in_blocks(along.weight_blocks, fmt)))
         self.codes, self.transposed = w8.along_columns(), None
         if not self.high[DGRAD]:
@@ -60,7 +57,8 @@ class FP8HeadProducts(HeadProducts):
             self.x8 = self._quantized(x, self.rule.forward_format, INPUT, fp8_fprop, self.fp8_wgrad)
         if not fp8_fprop:
             return self.biased(plain_product(x.to(self.out_dtype), self.matrix))
-        return self.biased(self._product(self.x8.along_columns(), self.codes, of_weight=True, is_fprop=True))
+        x8 = self.x8.along_columns()
+        return self.biased(fp8_product(self.rule.along, x8, self.codes, self.out_dtype, fast_accumulation=True))
 
     def gradients(
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
@@ -70,11 +68,12 @@ class FP8HeadProducts(HeadProducts):
         if fp8_dgrad or fp8_wgrad:
             dy8 = self._quantized(dlogits, self.rule.gradient_format, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
         if fp8_dgrad:
-            dx = self._product(dy8.along_columns(), self.transposed, of_weight=True)
+            dx = fp8_product(self.rule.along, dy8.along_columns(), self.transposed, self.out_dtype)
         elif of_input:
             dx = plain_product(dlogits, self.matrix.t())
         if fp8_wgrad:
-            dw = self._product(dy8.along_rows(), self.x8.along_rows(), of_weight=False)
+            operands = dy8.along_rows(), self.x8.along_rows()
+            dw = fp8_product(self.rule.along, *operands, self.out_dtype, by_weight=False)
         elif of_weight:
             dw = plain_product(dlogits.t(), self.x.to(self.out_dtype).t())
         return dx, dw
@@ -82,11 +81,3 @@ class FP8HeadProducts(HeadProducts):
     def _quantized(self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool) -> Layouts:
         newest = self.ledger.newest(self.rule, self.state, tensor)
         return quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns, newest)
-
-    def _product(self, a: Quantized, b: Quantized, of_weight: bool, is_fprop: bool = False) -> torch.Tensor:
-        """a @ b.T, of the products' dtype. `of_weight`: whether b are codes of the weight."""
-        along = self.rule.along
-        if along is None:
-            return scaled_product(a, b, self.out_dtype, is_fprop)
-        blocks = along.weight_blocks if of_weight else along.blocks
-        return along.product(a, b, blocks, self.out_dtype, is_fprop)

@@ -1,13 +1,13 @@
-"""What FSDP2 gathers of a native layer's weight: the codes that its products read, 1 byte an element.
+"""The codes of a native layer's weight for FSDP2 to gather, 1 byte an element.
 
-A rank makes codes of its own rows, and they are those of the whole weight to the bit, since the ranks agree on the
-amaxes first: one for the weight, one for each row or column, or one for each block, of which a shard may have a part.
-No scale travels: every rank makes them of the amaxes. Of mxfp8's amaxes the ranks agree on the exponents alone, in
-eight bits, since the larger amax never has the smaller one.
+A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
+for the weight, one for each row or column, or one for each block, even if a shard has only a part of it. No scale
+travels: every rank computes them from the amaxes. For mxfp8, the ranks agree only on the exponents, in eight bits: they
+never fall as the amax rises.
 
-Where scales lie along the contraction, and not in squares (`rowwise`, `mxfp8`), dgrad reads other codes than fprop.
+Rules with scales along the contraction but not in squares (`rowwise`, `mxfp8`) have different codes for dgrad.
 
-Of experts, in 3-D Parameters, a rank has some whole, and each has scales of its own.
+Experts, in 3-D Parameters, are whole on a rank, each with its own scales.
 """
 
 from __future__ import annotations
@@ -32,81 +32,72 @@ from ...numerics.scaling import (
     times,
 )
 from ..expert_functions import converted_weight
-from . import linear
 from .experts import FP8ExpertWeight
 from .grouped_scaling import amaxes_of_experts, delayed_scales
-from .layer_rule import Stored
+from .layer_rule import LayerRule, Stored
+from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, of which each rank has some rows: a `comm.gathers.Travelling`."""
+    """The codes of one layer's weight, sharded by rows: a `comm.gathers.Travelling`, documented there. Codes and scales
+    have the weight's layout."""
 
-    def __init__(self, layer: linear.FP8Products | FP8ExpertWeight) -> None:
+    dimensions = 2
+    """The dimensions of the weight."""
+
+    def __init__(self, layer: FP8Products | FP8ExpertWeight) -> None:
         self.layer = layer
         self.agreed: dict[str, torch.Tensor] = {}
-        """For each of `products` what the ranks have agreed on, as the weight lies: FP32 amaxes, or exponents."""
+        """The maxima over ranks for each of `products`: FP32 amaxes, or exponents."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the layer's next forward reads codes, and nothing else of the weight."""
         if not self._is_converted:
             return False
         rule = self.layer.fp8_rule
-        in_fp8 = self.layer.training or rule.fp8_in_eval
-        return in_fp8 and not rule.high_precision[linear.FPROP] and not rule.high_precision[linear.DGRAD]
+        fprop, dgrad, _ = rule.high_precision
+        return (self.layer.training or rule.fp8_in_eval) and not fprop and not dgrad
 
     @property
     def _is_converted(self) -> bool:
-        """Whether the layer is not made plain again, nor run by another forward, such as the guard's."""
-        return isinstance(self.layer, linear.FP8Products) and "forward" not in self.layer.__dict__
+        """False for a restored layer, or one with a replaced forward, such as the guard's."""
+        return isinstance(self.layer, FP8Products) and "forward" not in self.layer.__dict__
 
     @property
     def change_in_forward(self) -> bool:
-        """Whether a weight that does not change may have other codes in the next forward."""
         return self.layer.fp8_rule.scaling == "delayed"
 
     @property
     def recomputed(self) -> bool:
-        """Whether backward runs the layer's forward again."""
         return self.layer.fp8_recomputed
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The products that have codes of their own: FPROP, whose codes serve dgrad too, or FPROP and DGRAD."""
         along = self.layer.fp8_rule.along
         return (FPROP,) if along is None or along.weight_blocks is SQUARES else (FPROP, DGRAD)
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional."""
         return self.agreed[FPROP] if self.change_in_forward else None
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        """Whether there are codes to be made of this shard: a matrix that is not stored in FP8."""
-        return shard.dim() == 2 and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
+        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        """What the ranks are to agree on by a maximum, for each of `products`: FP32 or uint8, of the same shapes on
-        every rank, and 0 where this rank knows nothing.
-
-        Args:
-            shard: rows from `first` on of a weight of this shape; there may be none.
-        """
+        """Return tensors with 0 for blocks without local values. The shard may be empty."""
         stored = Stored.of(shard)
         if self.layer.fp8_rule.along is not None:
             return [self._amaxes(stored, first, shape, product) for product in self.products]
-        known = shard.known_amax() if isinstance(shard, ScaledTensor) else None
-        if known is None:
+        amax = shard.known_amax() if isinstance(shard, ScaledTensor) else None
+        if amax is None:
             rows = stored.data if len(shard) else stored.data.new_zeros(1, 1)
-            known = quantization.amax_of(rows, self.layer.fp8_rule.keeps_nan)
-        return [times(known, stored.scale_inv)]
+            amax = quantization.amax_of(rows, self.layer.fp8_rule.keeps_nan)
+        return [times(amax, stored.scale_inv)]
 
     def agree(self, maxima: list[torch.Tensor]) -> None:
-        """Take over what `amaxes` became over all ranks."""
         self.agreed = dict(zip(self.products, maxima, strict=True))
 
     def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        """The codes of the shard for a product, as the weight lies."""
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
         if rule.along is None:
@@ -115,16 +106,15 @@ class WeightCodes:
             return stored.data.to(rule.forward_format.dtype)
         blocks, first = self._blocks(product, len(shard), first)
         above = first % blocks.rows
-        own = scale.narrow(0, first // blocks.rows, -(-(above + len(shard)) // blocks.rows))
-        codes = blocks.cast(_below(stored.data, above), times(own, stored.scale_inv), rule.forward_format)
+        scale = scale.narrow(0, first // blocks.rows, -(-(above + len(shard)) // blocks.rows))
+        codes = blocks.cast(_below(stored.data, above), times(scale, stored.scale_inv), rule.forward_format)
         return codes.narrow(0, above, len(shard))
 
     def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
-        """The scales of the whole weight, as it lies, of what the ranks agreed on for a product."""
         return self._scales(agreed)[1]
 
     def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the weight is multiplied by, FP32, and what `Quantized` keeps of it."""
+        """Return the weight's factor, FP32, and the scale_inv for `Quantized`."""
         rule = self.layer.fp8_rule
         if rule.along is None:
             scale = self._scale(agreed)
@@ -142,29 +132,27 @@ class WeightCodes:
         return (power_of_two_scale if rule.scaling == "window" else scale_from_amax)(amax, rule.forward_format)
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        """One for each block of the whole weight, as it lies."""
+        """Return one amax for each block of the whole weight, in its layout."""
         rows, columns = self._block_shape(product)
         down, across = -(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1]))
         amaxes = torch.zeros(down, across, dtype=torch.float32, device=stored.data.device)
         if len(stored.data):
             blocks, first = self._blocks(product, len(stored.data), first)
-            own = times(blocks.amax(_below(stored.data, first % blocks.rows)), stored.scale_inv)
-            amaxes.narrow(0, first // blocks.rows, len(own)).copy_(own)
-        if self.layer.fp8_rule.along.weight_blocks is not MX:
-            return amaxes
-        return MX.inverse(MX.scale(amaxes, self.layer.fp8_rule.forward_format), amaxes)
+            local = times(blocks.amax(_below(stored.data, first % blocks.rows)), stored.scale_inv)
+            amaxes.narrow(0, first // blocks.rows, len(local)).copy_(local)
+        return _exponents(amaxes, self.layer.fp8_rule)
 
-    def _blocks(self, product: str, rows_here: int, first: int) -> tuple[Blocks, int]:
-        """The blocks as the weight lies, and the row of theirs at which a shard begins. A block of all rows is as high
-        as the shard: its amax is agreed on, and the rows of others need not be here, not even as zeros."""
+    def _blocks(self, product: str, local_rows: int, first: int) -> tuple[Blocks, int]:
+        """Return the blocks in the weight's layout, and the shard's first row in them. A block of all rows is as high
+        as the shard: with an agreed amax, the other rows need not be present, not even as zeros."""
         rows, columns = self._block_shape(product)
         blocks = self.layer.fp8_rule.along.weight_blocks
         if rows is None:
-            return blocks._replace(rows=rows_here, columns=columns), 0
+            return blocks._replace(rows=local_rows, columns=columns), 0
         return blocks._replace(rows=rows, columns=columns), first
 
     def _block_shape(self, product: str) -> tuple[int | None, int | None]:
-        """Rows and columns of a block as the weight lies; None: all."""
+        """Return rows and columns of a block in the weight's layout; None: all."""
         blocks = self.layer.fp8_rule.along.weight_blocks
         is_turned = self._is_transposed != (product == DGRAD)
         return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
@@ -175,18 +163,15 @@ class WeightCodes:
 
 
 class ExpertCodes(WeightCodes):
-    """The codes of a 3-D weight, of which each rank has some experts whole. Amaxes and scales are [experts, rows of
-    blocks, blocks in a row], and [experts, 1, 1] by a rule with one scale."""
+    """The codes of a 3-D weight, sharded by experts. Amaxes and scales are [experts, rows of blocks, blocks in a row],
+    and [experts, 1, 1] by a rule with one scale."""
 
     layer: FP8ExpertWeight
+    dimensions = 3
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """max |x| of each expert, for a rule that records it; FP32 [experts]."""
         return self.agreed[FPROP].flatten() if self.change_in_forward else None
-
-    def can_make(self, shard: torch.Tensor) -> bool:
-        return shard.dim() == 3 and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         stored = Stored.of(shard)
@@ -197,8 +182,8 @@ class ExpertCodes(WeightCodes):
         if not len(shard):
             return stored.data.to(rule.forward_format.dtype)
         blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
-        own = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
-        codes = blocks.cast(_one_below_another(stored.data, blocks), own, rule.forward_format)
+        scale = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
+        codes = blocks.cast(_stacked(stored.data, blocks), scale, rule.forward_format)
         return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
@@ -207,14 +192,14 @@ class ExpertCodes(WeightCodes):
         amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
         if len(stored.data):
             if rule.keeps_nan:
-                own = amaxes_of_experts(*stored)
+                local = amaxes_of_experts(*stored, keep_nan=True)
             else:
-                own = times(blocks.amax(_one_below_another(stored.data, blocks)), stored.scale_inv)
-            amaxes.narrow(0, first, len(stored.data)).copy_(own.view(-1, down, across))
-        return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
+                local = times(blocks.amax(_stacked(stored.data, blocks)), stored.scale_inv)
+            amaxes.narrow(0, first, len(stored.data)).copy_(local.view(-1, down, across))
+        return _exponents(amaxes, rule)
 
     def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
-        """The blocks of each expert's matrix as it lies; without any, all of it is one."""
+        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one scale."""
         if self.layer.fp8_rule.along is None:
             return ROWS._replace(rows=shape[1])
         rows, columns = self._block_shape(product)
@@ -234,12 +219,17 @@ class ExpertCodes(WeightCodes):
         return self.layer.fp8_transposed
 
 
-def _one_below_another(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Matrices [experts, rows, columns] as one, in which each begins with a block of its own."""
+def _exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+    """Return the scale_inv of amaxes for mxfp8, and the amaxes for other rules."""
+    return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
+
+
+def _stacked(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Stack matrices [experts, rows, columns] vertically, each starting at a block of its own."""
     missing = -experts.shape[1] % blocks.rows
     return (F.pad(experts, (0, 0, 0, missing)) if missing else experts).flatten(0, 1)
 
 
 def _below(shard: torch.Tensor, rows: int) -> torch.Tensor:
-    """The shard below so many rows of zeros, as it lies in the blocks of the whole weight."""
+    """Put rows of zeros above the shard, up to the begin of its block."""
     return F.pad(shard, (0, 0, rows, 0)) if rows else shard

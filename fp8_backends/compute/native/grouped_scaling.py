@@ -1,12 +1,8 @@
-"""Scales for groups of rows that lie in one matrix, and for the weights of many experts.
+"""Quantize groups of rows in one matrix, and the weights of many experts.
 
-Each group is quantized as if it were a tensor of its own, so an expert's codes are those that a Linear layer with its
-weight and its tokens would make. Operands come as `grouped_products` takes them. Three implementations give the same
-bits, and two of them read nothing of where a group begins:
-
-- Triton kernels on a GPU, for all groups in two launches; compiled code calls them, too, as one operator;
-- on a CPU one group after the other;
-- operations on all groups at once for the rest, such as compiled code on a CPU.
+Each group is quantized like a tensor of its own: an expert's codes are the codes of a Linear with its weight and its
+tokens. Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code
+calls them as one operator), and plain operations on all groups at once elsewhere.
 """
 
 from __future__ import annotations
@@ -14,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from ...numerics.formats import FORMATS, Format
-from ...numerics.kernels.cpu_casts import serves
 from ...numerics.kernels.layouts import Layouts
-from ...numerics.kernels.quantize import cast, quantize, quantize_blocks, quantize_rows
+from ...numerics.kernels.quantize import cast, quantize_blocks, quantize_rows
 from ...numerics.kernels.triton_gate import is_eager, usable
 from ...numerics.scaling import (
     HISTORY,
@@ -24,6 +19,7 @@ from ...numerics.scaling import (
     ROWS,
     SCALE,
     WINDOW,
+    Blocks,
     Quantized,
     power_of_two_scale,
     scale_from_amax,
@@ -32,7 +28,8 @@ from ...numerics.scaling import (
     without_nan,
 )
 from ..products import ALIGNMENT, pad, row_major
-from .grouped_products import Groups, has_places, pad_scales, rows_of_groups
+from .grouped_products import READS_SIZES, Groups, block_places, has_places, pad_scales, rows_of_groups
+from .layer_rule import ALONG_CONTRACTION, LayerRule, Stored
 from .tensor_parallel import Split
 
 
@@ -43,42 +40,38 @@ def quantize_groups(
     scale: torch.Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
+    lines: bool = False,
+    split: Split | None = None,
 ) -> Layouts:
-    """One scale for the rows of each group.
+    """Quantize with one scale for the rows of each group, or one for each line.
 
     Args:
         x: [rows, columns], bf16, fp16 or fp32.
         scale: FP32 [groups]; None: from the amaxes.
-        rows, columns: the layouts that are needed: `codes`, an operand of `grouped_product`, and `transposed`, one of
-            `grouped_wgrad`.
+        rows, columns: return `codes`, an operand of `grouped_product`, and `transposed`, one of `grouped_wgrad`.
+        lines: give each row its own scale, and in `transposed` each column of each group.
+        split: the cut of the columns over ranks, for scales of whole rows.
 
     Returns:
         codes [places, columns] and scale_inv [places]; transposed [columns, places] and transposed_scale_inv [groups,
-        columns]; the columns may be padded. amax: FP32 [groups], NaN left out, 0 for a group without rows.
+        columns]; the columns may be padded. amax, without `lines`: FP32 [groups], NaN ignored, 0 for a group without
+        rows.
     """
+    if split is not None and lines:
+        layouts = quantize_groups(x, groups, fmt, None, False, True, lines) if columns else Layouts()
+        if rows:
+            by_rows = rows_as_operand(quantize_rows(x, fmt, split.agreed(ROWS.amax(x))), groups)
+            layouts = layouts._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
+        return layouts
+    if split is not None and scale is None:
+        scale = scale_from_amax(split.agreed(amaxes_of_groups(x, groups)), fmt)
     if usable(x):
-        return _kernels().quantize_groups(x, groups.owners, groups.sources, len(groups.ends), fmt, scale, rows, columns)
+        operands = x, groups.owners, groups.sources, len(groups.ends), fmt, scale
+        return _kernels().quantize_groups(*operands, rows, columns, lines=lines)
     if _is_traced(x):
-        found = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, False)
-        return _taken(found, rows, columns, True)
-    codes, scale_inv, amax = _group_by_group(x, groups, fmt, scale) if serves(x) else _at_once(x, groups, fmt, scale)
-    by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids))
-    by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1]))
-    return _placed(groups, by_rows if rows else None, by_columns if columns else None, amax)
-
-
-def quantize_lines(x: torch.Tensor, groups: Groups, fmt: Format, rows: bool = True, columns: bool = True) -> Layouts:
-    """One scale for each row of x, and in `transposed` for each column of each group. As `quantize_groups`, without
-    amaxes."""
-    if usable(x):
-        return _kernels().quantize_groups(
-            x, groups.owners, groups.sources, len(groups.ends), fmt, None, rows, columns, lines=True
-        )
-    if _is_traced(x):
-        found = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, None, rows, columns, True)
-        return _taken(found, rows, columns, False)
-    by_rows, by_columns = _by_rows(x, fmt) if rows else None, _by_columns(x, groups, fmt) if columns else None
-    return _placed(groups, by_rows, by_columns)
+        parts = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, lines)
+        return _from_list(parts, rows, columns, not lines)
+    return _placed(groups, *_quantize_plainly(x, groups, fmt, scale, rows, columns, lines))
 
 
 def quantize_experts(
@@ -88,53 +81,41 @@ def quantize_experts(
     rows: bool = True,
     columns: bool = True,
     stored_scale_inv: torch.Tensor | None = None,
+    lines: bool = False,
+    split: Split | None = None,
 ) -> Layouts:
-    """One scale for each expert.
+    """Quantize with one scale for each expert, or one for each line.
 
     Args:
         weight: [experts, rows, columns], bf16, fp16 or fp32.
-        scale: FP32 [experts]; None: from the amaxes.
-        rows, columns: the layouts that are needed.
-        stored_scale_inv: FP32, 0-dimensional, a power of two: these are data of a ScaledTensor, and scale, scale_inv
-            and amax those of the values `weight * stored_scale_inv`.
+        scale, rows, columns, lines: as in `quantize_groups`, for each expert.
+        stored_scale_inv: FP32, 0-dimensional, a power of two, for data of a ScaledTensor: scale, scale_inv and amax
+            belong to the values `weight * stored_scale_inv`.
+        split: the cut of each matrix over ranks, for scales of the whole.
 
     Returns:
         codes [experts, rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
-        transposed_scale_inv [experts, columns]; rows and columns may be padded. amax: FP32 [experts], NaN left out.
+        transposed_scale_inv [experts, columns]; rows and columns may be padded. amax, without `lines`: FP32 [experts],
+        NaN ignored.
     """
-    scale = None if scale is None else times(scale, stored_scale_inv)
-    return _of_values(_quantize_data(weight, fmt, scale, rows, columns), stored_scale_inv)
-
-
-def quantize_lines_of_experts(
-    weight: torch.Tensor,
-    fmt: Format,
-    rows: bool = True,
-    columns: bool = True,
-    stored_scale_inv: torch.Tensor | None = None,
-) -> Layouts:
-    """One scale for each row of each expert, and in `transposed` for each column. As `quantize_experts`, without
-    amaxes."""
-    if usable(weight):
-        layouts = _kernels().quantize_experts(weight, fmt, None, rows, columns, lines=True)
-    elif _is_traced(weight):
-        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, None, rows, columns, True)
-        layouts = _taken(found, rows, columns, False)
+    if split is not None and lines:
+        layouts = _quantize_expert_parts(weight, fmt, rows, columns, split)
     else:
-        layouts = _padded(
-            _rows_of_experts(weight, fmt) if rows else None,
-            _rows_of_experts(weight.transpose(1, 2), fmt) if columns else None,
-        )
-    return _of_values(layouts, stored_scale_inv)
+        if split is not None and scale is None:
+            scale = scale_from_amax(split.agreed(amaxes_of_experts(weight, stored_scale_inv)), fmt)
+        scale = None if scale is None else times(scale, stored_scale_inv)
+        layouts = _quantize_data(weight, fmt, scale, rows, columns, lines)
+    if stored_scale_inv is None:
+        return layouts
+    # with a power of two the codes of data and values are the same
+    scales = {name: getattr(layouts, name) for name in ("scale_inv", "transposed_scale_inv", "amax")}
+    return layouts._replace(**{name: s * stored_scale_inv for name, s in scales.items() if s is not None})
 
 
 def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
-    """A weight that is FP8 codes already, [experts, rows, columns]: views, which products lay out as their engine asks.
-
-    Args:
-        scale_inv: one for all experts, 0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns].
-            A layout whose lines have several scales is left out.
-    """
+    """Return views of a weight in FP8, [experts, rows, columns]; products lay them out for their engine. scale_inv is
+    0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns]: lines with several scales have no
+    layout."""
     experts, rows, columns = codes.shape
     scale_inv = scale_inv if scale_inv.dim() else scale_inv.repeat(experts, 1, 1)
     of_rows, of_columns = (None, None), (None, None)
@@ -145,174 +126,92 @@ def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
     return Layouts(*of_rows, *of_columns)
 
 
-def quantize_lines_of_parts(
-    x: torch.Tensor, groups: Groups, fmt: Format, rows: bool, columns: bool, split: Split
-) -> Layouts:
-    """`quantize_lines` of this rank's columns of rows that several ranks have: a row's scale is that of all of it."""
-    layouts = quantize_lines(x, groups, fmt, False, True) if columns else Layouts()
-    if not rows:
-        return layouts
-    by_rows = rows_as_operand(quantize_rows(x, fmt, split.agreed(ROWS.amax(x))), groups)
-    return layouts._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
-
-
-def quantize_lines_of_expert_parts(
-    weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, stored_scale_inv: torch.Tensor | None, split: Split
-) -> Layouts:
-    """`quantize_lines_of_experts` of this rank's rows (`split.dim` 0) or columns (1) of each expert's matrix. A line of
-    which several ranks have parts gets the scale of all of it."""
-    cut_rows, cut_columns = (rows, False) if split.dim == 1 else (False, columns)
-    rows, columns = rows and not cut_rows, columns and not cut_columns
-    layouts = quantize_lines_of_experts(weight, fmt, rows, columns, stored_scale_inv) if rows or columns else Layouts()
-    if not (cut_rows or cut_columns):
-        return layouts
-    lines = weight if cut_rows else weight.transpose(1, 2)
-    flat = lines.reshape(-1, lines.shape[2])
-    q = quantize_rows(flat, fmt, split.agreed(ROWS.amax(flat)))
-    q = Quantized(q.codes.view(lines.shape), q.scale_inv.view(lines.shape[:2]))
-    if cut_rows:
-        cut = _of_values(_padded(q, None), stored_scale_inv)
-        return layouts._replace(codes=cut.codes, scale_inv=cut.scale_inv)
-    cut = _of_values(_padded(None, q), stored_scale_inv)
-    return layouts._replace(transposed=cut.transposed, transposed_scale_inv=cut.transposed_scale_inv)
-
-
-def agreed_group_scales(x: torch.Tensor, groups: Groups, fmt: Format, split: Split) -> torch.Tensor:
-    """The dynamic rule's scale of each group of rows of which several ranks have columns. FP32 [groups]."""
-    return scale_from_amax(split.agreed(_largest_of_groups(ROWS.amax(x).squeeze(1), groups)), fmt)
-
-
-def agreed_expert_scales(
-    data: torch.Tensor, stored_scale_inv: torch.Tensor | None, fmt: Format, split: Split
-) -> torch.Tensor:
-    """The dynamic rule's scale of each expert's matrix of which several ranks have parts. FP32 [experts]."""
-    return scale_from_amax(split.agreed(times(ROWS.amax(data.flatten(1)).squeeze(1), stored_scale_inv)), fmt)
-
-
 def rows_as_operand(x: Quantized, groups: Groups) -> Quantized:
-    """Rows that are quantized already, with a scale each, as an operand of `grouped_product`.
-
-    Args:
-        x: codes [rows, columns], scale_inv [rows, 1].
-    """
+    """Lay out codes [rows, columns] with scale_inv [rows, 1] for `grouped_product`."""
     return _placed(groups, Quantized(x.codes, x.scale_inv.squeeze(1)), None).along_columns()
 
 
-# on a CPU, and in plain operations
-
-
-def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
-    """Codes [rows, columns], the scale_inv of each group, and its amax."""
-    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
-    amax = torch.zeros(groups.ends.shape[0], dtype=torch.float32)
-    scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
-    for group, begin, end in rows_of_groups(groups.ends):
-        layouts = quantize(x[begin:end], fmt, None if scale is None else scale[group], columns=False)
-        codes[begin:end], scale_inv[group], amax[group] = layouts.codes, layouts.scale_inv, layouts.amax
-    return codes, scale_inv, amax
-
-
-def _at_once(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
-    """As `_group_by_group`."""
-    amax = _largest_of_groups(ROWS.amax(x).squeeze(1), groups)
-    scale = scale_from_amax(amax, fmt) if scale is None else scale
-    return cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax), amax
-
-
-def _expert_by_expert(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None):
-    """Codes [experts, rows, columns], the scale_inv of each expert, and its amax."""
-    codes, found = torch.empty_like(weight, dtype=fmt.dtype, memory_format=torch.contiguous_format), []
-    for expert, matrix in enumerate(weight.unbind()):
-        layouts = quantize(matrix, fmt, None if scale is None else scale[expert], columns=False)
-        codes[expert] = layouts.codes
-        found.append((layouts.scale_inv, layouts.amax))
-    return codes, *map(torch.stack, zip(*found, strict=True))
-
-
-def _by_rows(x: torch.Tensor, fmt: Format) -> Quantized:
-    """One scale for each row of x [rows, columns]. scale_inv: [rows]."""
-    if serves(x):
-        layouts = quantize_blocks(x, ROWS, fmt, columns=False)
-        return Quantized(layouts.codes, layouts.scale_inv.squeeze(1))
-    amax = ROWS.amax(x)
-    scale = scale_from_amax(amax, fmt)
-    return Quantized(cast(x, scale, fmt), scale_inv_of(scale, amax).squeeze(1))
-
-
-def _quantize_data(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool) -> Layouts:
-    """`quantize_experts` of data that are the values."""
+def _quantize_data(
+    weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+) -> Layouts:
+    """Quantize unscaled data, without a split."""
     if usable(weight):
-        return _kernels().quantize_experts(weight, fmt, scale, rows, columns)
+        return _kernels().quantize_experts(weight, fmt, scale, rows, columns, lines=lines)
     if _is_traced(weight):
-        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, False)
-        return _taken(found, rows, columns, True)
-    if serves(weight):
-        codes, scale_inv, amax = _expert_by_expert(weight, fmt, scale)
-    else:
-        amax = ROWS.amax(weight.flatten(1)).squeeze(1)
-        scale = scale_from_amax(amax, fmt) if scale is None else scale
-        of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
-        codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
-        scale_inv = scale_inv_of(scale, amax)
-    by_rows, by_columns = (Quantized(codes, scale_inv.unsqueeze(1).repeat(1, n)) for n in weight.shape[1:])
-    by_columns = by_columns._replace(codes=codes.transpose(1, 2))
-    return _padded(by_rows if rows else None, by_columns if columns else None, amax)
+        parts = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, lines)
+        return _from_list(parts, rows, columns, not lines)
+    experts, height, width = weight.shape
+    every = torch.arange(experts, device=weight.device)
+    groups = Groups(every.repeat_interleave(height), every)  # products read the ends, casts only their number
+    by_rows, by_columns, amax = _quantize_plainly(weight.reshape(-1, width), groups, fmt, scale, rows, columns, lines)
+    if by_rows is not None:
+        by_rows = Quantized(by_rows.codes.view(weight.shape), by_rows.scale_inv.view(experts, height))
+    if by_columns is not None:
+        by_columns = by_columns._replace(codes=by_columns.codes.view(weight.shape).transpose(1, 2))
+    return _padded(by_rows, by_columns, amax)
 
 
-def _of_values(layouts: Layouts, stored_scale_inv: torch.Tensor | None) -> Layouts:
-    """Layouts of data as those of `data * stored_scale_inv`: with a power of two the codes are the same."""
-    if stored_scale_inv is None:
+def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, split: Split) -> Layouts:
+    """Quantize by lines this rank's rows (`split.dim` 0) or columns (1) of each expert's matrix. A line across ranks
+    gets the scale of all of it."""
+    is_cut_row = split.dim == 1
+    cut, whole = (rows, columns) if is_cut_row else (columns, rows)
+    layouts = _quantize_data(weight, fmt, None, not is_cut_row, is_cut_row, True) if whole else Layouts()
+    if not cut:
         return layouts
-    names = ("scale_inv", "transposed_scale_inv", "amax")
-    found = {name: getattr(layouts, name) for name in names}
-    return layouts._replace(**{name: each * stored_scale_inv for name, each in found.items() if each is not None})
+    lines = weight if is_cut_row else weight.transpose(1, 2)
+    flat = lines.reshape(-1, lines.shape[2])
+    q = quantize_rows(flat, fmt, split.agreed(ROWS.amax(flat)))
+    q = Quantized(q.codes.view(lines.shape), q.scale_inv.view(lines.shape[:2]))
+    if is_cut_row:
+        return Layouts(*_padded(q, None)[:2], *layouts[2:])
+    return Layouts(*layouts[:2], *_padded(None, q)[2:])
 
 
-def _rows_of_experts(weight: torch.Tensor, fmt: Format) -> Quantized:
-    """One scale for each row of each expert. weight: [experts, n, k] of any strides; scale_inv: [experts, n]."""
-    codes, scale_inv = _by_rows(weight.reshape(-1, weight.shape[2]), fmt)
-    return Quantized(codes.view(weight.shape), scale_inv.view(weight.shape[:2]))
-
-
-def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
-    """One scale for each column of each group of x [rows, columns]. scale_inv: [groups, columns]."""
-    if serves(x):
-        return _columns_group_by_group(x, groups, fmt)
-    amax = x.new_zeros(groups.ends.shape[0], x.shape[1])
-    amax = amax.scatter_reduce(0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax").float()
-    scale = scale_from_amax(amax, fmt)
-    return Quantized(cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax))
-
-
-def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
-    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
-    scale_inv = torch.ones(groups.ends.shape[0], x.shape[1], dtype=torch.float32)
-    for group, begin, end in rows_of_groups(groups.ends):
-        layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
-        codes[begin:end], scale_inv[group] = layouts.transposed.t(), layouts.transposed_scale_inv.squeeze(1)
-    return Quantized(codes, scale_inv)
+def _quantize_plainly(
+    x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+) -> tuple[Quantized | None, Quantized | None, torch.Tensor | None]:
+    """Return codes [rows, columns] with scales of rows [rows], with scales of columns [groups, columns], and amaxes."""
+    by_rows = by_columns = None
+    if not lines:
+        amax = amaxes_of_groups(x, groups)
+        scale = scale_from_amax(amax, fmt) if scale is None else scale
+        codes, scale_inv = cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax)
+        by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids)) if rows else None
+        by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1])) if columns else None
+        return by_rows, by_columns, amax
+    if rows:
+        codes, scale_inv, *_ = quantize_blocks(x, ROWS, fmt, columns=False)
+        by_rows = Quantized(codes, scale_inv.squeeze(1))
+    if columns:
+        amax = x.new_zeros(groups.ends.shape[0], x.shape[1])
+        amax = amax.scatter_reduce(0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax").float()
+        scale = scale_from_amax(amax, fmt)
+        by_columns = Quantized(cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax))
+    return by_rows, by_columns, None
 
 
 def _placed(
     groups: Groups, by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None
 ) -> Layouts:
-    """Operands from codes [rows, columns] with scales for rows, and with scales for columns of groups: views of them,
-    or as the kernels lay them out."""
+    """Lay out codes [rows, columns] with scales of rows, and with scales of the columns of groups: as views, or as the
+    kernels do."""
     if groups.places is None:
-        transposed = None if by_columns is None else by_columns._replace(codes=by_columns.codes.t())
-        return Layouts(*by_rows or (None, None), *transposed or (None, None), amax)
-    if by_rows is not None:
-        codes = groups.placed(pad(by_rows.codes, 1, ALIGNMENT))
-        by_rows = Quantized(codes, groups.placed_scales(by_rows.scale_inv))
-    if by_columns is not None:
-        codes = row_major(groups.placed(pad(by_columns.codes, 1, ALIGNMENT)).t())
-        by_columns = Quantized(codes, pad_scales(by_columns.scale_inv))
+        by_columns = None if by_columns is None else by_columns._replace(codes=by_columns.codes.t())
+    else:
+        if by_rows is not None:
+            codes = groups.placed(pad(by_rows.codes, 1, ALIGNMENT))
+            scale_inv = by_rows.scale_inv.new_ones(len(groups.owners))
+            by_rows = Quantized(codes, scale_inv.index_copy(0, groups.places, by_rows.scale_inv))
+        if by_columns is not None:
+            codes = row_major(groups.placed(pad(by_columns.codes, 1, ALIGNMENT)).t())
+            by_columns = Quantized(codes, pad_scales(by_columns.scale_inv))
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
 
 
 def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None) -> Layouts:
-    """Operands from codes [experts, rows, columns] and [experts, columns, rows], each with scales for its rows: as they
-    are, or as the kernels lay them out."""
+    """Lay out codes [experts, rows, columns] and [experts, columns, rows], each with scales of its rows: as they are,
+    or as the kernels do."""
     if has_places((by_rows or by_columns).codes):
         by_rows, by_columns = (
             q and Quantized(row_major(pad(q.codes, ALIGNMENT, ALIGNMENT)), pad_scales(q.scale_inv))
@@ -321,17 +220,17 @@ def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
 
 
-# in compiled code: operators of their own, which are kernels when they run
+# Kernels, and operators that run them in compiled code
 
 
 def _kernels():
-    from ...numerics.kernels import triton_groups  # Triton takes a second to load
+    from ...numerics.kernels import triton_groups
 
     return triton_groups
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    """Whether what stands for x will be on a device with kernels."""
+    """Return True if x stands for a tensor on a device with kernels."""
     return has_places(x) and not is_eager(x)
 
 
@@ -350,10 +249,8 @@ def _quantize_groups(
     columns: bool,
     lines: bool,
 ) -> list[torch.Tensor]:
-    groups, fmt = Groups(ids, ends, places, place_ends, owners, sources), FORMATS[dtype]
-    if lines:
-        return _given(quantize_lines(x, groups, fmt, rows, columns))
-    return _given(quantize_groups(x, groups, fmt, scale, rows, columns))
+    groups = Groups(ids, ends, places, place_ends, owners, sources)
+    return _as_list(quantize_groups(x, groups, FORMATS[dtype], scale, rows, columns, lines))
 
 
 @_quantize_groups.register_fake
@@ -365,20 +262,18 @@ def _empty_groups(x, ids, ends, places, place_ends, owners, sources, dtype, scal
 def _quantize_experts(
     weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
 ) -> list[torch.Tensor]:
-    if lines:
-        return _given(quantize_lines_of_experts(weight, FORMATS[dtype], rows, columns))
-    return _given(quantize_experts(weight, FORMATS[dtype], scale, rows, columns))
+    return _as_list(quantize_experts(weight, FORMATS[dtype], scale, rows, columns, lines=lines))
 
 
 @_quantize_experts.register_fake
 def _empty_experts(weight, dtype, scale, rows, columns, lines):
     experts, height, width = weight.shape
-    return _empty(weight, (experts, _multiple(height)), width, experts, dtype, rows, columns, lines)
+    return _empty(weight, (experts, height + -height % ALIGNMENT), width, experts, dtype, rows, columns, lines)
 
 
 def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool, lines: bool) -> list[torch.Tensor]:
-    """What an operator returns, without the numbers. places: shape of the scales of rows."""
-    width = _multiple(width)
+    """Allocate the result of an operator. places: shape of the scales of rows."""
+    width += -width % ALIGNMENT
     by_rows = [x.new_empty(*places, width, dtype=dtype), x.new_empty(places, dtype=torch.float32)]
     transposed = x.new_empty(*places[:-1], width, places[-1], dtype=dtype)
     by_columns = [transposed, x.new_empty(groups, width, dtype=torch.float32)]
@@ -386,62 +281,117 @@ def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool,
     return (by_rows if rows else []) + (by_columns if columns else []) + amax
 
 
-def _multiple(length: int) -> int:
-    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+def _as_list(layouts: Layouts) -> list[torch.Tensor]:
+    return [part for part in layouts if part is not None]
 
 
-def _given(layouts: Layouts) -> list[torch.Tensor]:
-    return [each for each in layouts if each is not None]
+def _from_list(parts: list[torch.Tensor], rows: bool, columns: bool, has_amax: bool) -> Layouts:
+    """Undo `_as_list`."""
+    by_rows = parts[:2] if rows else (None, None)
+    by_columns = parts[2 * rows : 2 * rows + 2] if columns else (None, None)
+    return Layouts(*by_rows, *by_columns, parts[-1] if has_amax else None)
 
 
-def _taken(found: list[torch.Tensor], rows: bool, columns: bool, has_amax: bool) -> Layouts:
-    """The layouts of which `_given` made a list."""
-    by_rows = found[:2] if rows else (None, None)
-    by_columns = found[2 * rows : 2 * rows + 2] if columns else (None, None)
-    return Layouts(*by_rows, *by_columns, found[-1] if has_amax else None)
+# Block scales
 
 
-# states of each expert, int32 [experts, 3, 2 + history length], laid out as a single layer's
+def quantize_groups_in_blocks(
+    x: torch.Tensor, groups: Groups, rule: LayerRule, fmt: Format, rows: bool, columns: bool
+) -> Layouts:
+    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad, which contracts rows, start anew at each group:
+    transposed [columns, rows] has transposed_scale_inv [columns, at least the blocks of all groups], a group's scales
+    at its `block_places`."""
+    along_columns = along_rows = (None, None)
+    if rows:
+        along_columns = quantize_blocks(x, rule.along.blocks, fmt, columns=False)[:2]
+    if columns:
+        along_rows = torch.ops.fp8_backends.quantize_block_columns(x, groups.ends, rule.scaling, fmt.dtype)
+    return Layouts(*along_columns, *along_rows)
+
+
+def experts_in_blocks(stored: Stored, blocks: Blocks, fmt: Format, turned: bool) -> Quantized:
+    """Quantize each expert's matrix of data [experts, rows, columns], or its transpose if `turned`, like the weight of
+    a layer: codes [experts, n, k], scales [experts, rows of blocks, blocks in a row]. FP8 codes stay as they are, with
+    their scale in every block, or with the scales of their blocks."""
+    if stored.is_in(fmt):
+        codes = stored.data.transpose(1, 2) if turned else stored.data
+        if stored.scale_inv.dim():
+            return Quantized(codes, stored.scale_inv.transpose(1, 2).contiguous() if turned else stored.scale_inv)
+        return Quantized(codes, blocks.repeated(stored.scale_inv, codes.shape[1:]).repeat(len(codes), 1, 1))
+    matrices = [Stored(matrix, stored.scale_inv).in_blocks(blocks, fmt, turned) for matrix in stored.data.unbind()]
+    codes = torch.stack([q.codes.view(torch.uint8) for q in matrices])  # autocast stacks no FP8
+    return Quantized(codes.view(fmt.dtype), torch.stack([q.scale_inv for q in matrices]))
+
+
+def _quantize_columns(
+    x: torch.Tensor, ends: torch.Tensor, scaling: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = ALONG_CONTRACTION[scaling].blocks
+    codes, scale_inv = _empty_columns(x, ends, scaling, dtype)
+    for group, begin, end in rows_of_groups(ends):
+        layouts = quantize_blocks(x.narrow(0, begin, end - begin), blocks, FORMATS[dtype], rows=False)
+        codes.narrow(1, begin, end - begin).copy_(layouts.transposed)
+        scale_inv.narrow(1, *block_places(group, begin, end, blocks)).copy_(layouts.transposed_scale_inv)
+    return codes, scale_inv
+
+
+def _empty_columns(
+    x: torch.Tensor, ends: torch.Tensor, scaling: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    width = ALONG_CONTRACTION[scaling].blocks.columns
+    scales = x.new_zeros(columns, rows // width + len(ends), dtype=torch.uint8 if scaling == "mxfp8" else torch.float32)
+    return x.new_empty(columns, rows, dtype=dtype), scales
+
+
+torch.library.custom_op(
+    "fp8_backends::quantize_block_columns", _quantize_columns, mutates_args=(), tags=READS_SIZES
+).register_fake(_empty_columns)
+
+
+# Amaxes and states of experts, int32 [experts, 3, 2 + history length], each as a single layer's
+
+
+def amaxes_of_groups(x: torch.Tensor, groups: Groups, keep_nan: bool = False) -> torch.Tensor:
+    """Return max |x| of the rows of each group, 0 for a group without rows. NaN is ignored unless `keep_nan`. FP32
+    [groups]."""
+    of_rows = _amaxes_of_rows(x, keep_nan)
+    return of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
+
+
+def amaxes_of_experts(
+    data: torch.Tensor, stored_scale_inv: torch.Tensor | None = None, keep_nan: bool = False
+) -> torch.Tensor:
+    """Return max |x| of each expert's values, `data * stored_scale_inv`. NaN is ignored unless `keep_nan`. FP32
+    [experts]."""
+    return times(_amaxes_of_rows(data.flatten(1), keep_nan), stored_scale_inv)
+
+
+def _amaxes_of_rows(x: torch.Tensor, keep_nan: bool) -> torch.Tensor:
+    if not keep_nan:
+        return ROWS.amax(x).squeeze(1)
+    low, high = torch.aminmax(x, dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def record_amaxes(states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False) -> None:
+    """Set history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored unless `keep_nan`."""
+    newest = states.view(torch.float32).select(1, tensor).select(1, HISTORY)
+    newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))
 
 
 def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:
-    """The scales in force for INPUT, WEIGHT or GRAD_OUTPUT. FP32 [experts]."""
+    """Return the scales in force for INPUT, WEIGHT or GRAD_OUTPUT. FP32 [experts]."""
     return states.view(torch.float32).select(1, tensor).select(1, SCALE)
 
 
 def window_scales(states: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN where the amax is. FP32 [experts]."""
+    """Return `scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN for an amax of NaN. FP32 [experts]."""
     warm = states.select(1, tensor).select(1, ROLLS) >= WINDOW
     scales = power_of_two_scales(amax, fmt)
     return torch.where(warm & (amax == amax), delayed_scales(states, tensor), scales)
 
 
 def power_of_two_scales(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`scaling.power_of_two_scale` of each amax; NaN where that is, so that a NaN shows in all that it scales."""
+    """Return `scaling.power_of_two_scale` of each amax, NaN for NaN, to show in all scaled values."""
     return torch.where(amax == amax, power_of_two_scale(amax, fmt), amax)
-
-
-def amaxes_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """max |x| of the rows of each group, NaN where there is one, 0 for a group without rows. FP32 [groups]."""
-    return _largest_of_groups(_line_amaxes(x), groups)
-
-
-def amaxes_of_experts(data: torch.Tensor, stored_scale_inv: torch.Tensor | None) -> torch.Tensor:
-    """max |x| of each expert's values, `data * stored_scale_inv`, NaN where there is one. FP32 [experts]."""
-    return times(_line_amaxes(data.flatten(1)), stored_scale_inv)
-
-
-def _largest_of_groups(of_rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The largest of the rows of each group, 0 for a group without rows. FP32 [groups]."""
-    return of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
-
-
-def _line_amaxes(x: torch.Tensor) -> torch.Tensor:
-    low, high = torch.aminmax(x, dim=1)
-    return torch.maximum(-low, high).float()
-
-
-def record_amaxes(states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False) -> None:
-    """history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored unless `keep_nan`."""
-    newest = states.view(torch.float32).select(1, tensor).select(1, HISTORY)
-    newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))

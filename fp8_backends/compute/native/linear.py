@@ -1,5 +1,5 @@
-"""`FP8Linear`, one layer of `native`, and the autograd function that makes its three products. `FP8Products` is what it
-has in common with `conv1d.FP8Conv1D`."""
+"""`FP8Linear`, a layer of `native`, and the autograd function of its three products. `FP8Products` is shared with
+`conv1d.FP8Conv1D`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
 from ...numerics.kernels.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaled_tensor import ScaledTensor, quantize
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
+from ...numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Quantized,
+    delayed_scale,
+    power_of_two_scale,
+    record_amax,
+    record_window_amax,
+    scale_from_amax,
+    tensor_amax,
+    window_scale,
+)
 from ...numerics.sharded_tensor import is_distributed
-from ..derivatives import refuse_second_derivative, refuse_transforms
+from ...numerics.statistics import Cast, in_blocks
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..layer_parts import note_whether_cut, refuse_cut_since
-from ..products import plain_product, scaled_product, wgrad_dtype
-from .layer_rule import LayerRule, Stored, known_amax, new_state, quantized, record
-from .ledger import KeepsLedger, Ledger
-from .shared_codes import SharedCodes
+from ..products import plain_product, wgrad_dtype
+from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms
+from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
+from .ledger import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
-FPROP, DGRAD, WGRAD = range(3)
-"""Elements of a rule's `high_precision`."""
-
 FROZEN = (ScaledTensor, BlockCodes)
-"""Types of frozen FP8 weights (`fp8_params`), whose codes products read as they lie. A ScaledTensor has E4M3 codes with
+"""Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor has E4M3 codes with
 one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved weight is loaded to the bit. BlockCodes
 keep the codes of an FP8 checkpoint, with a scale for 128 x 128 values."""
 
@@ -40,30 +48,24 @@ def frozen(weight: torch.Tensor) -> ScaledTensor:
 
 
 class FP8Products(KeepsLedger):
-    """The FP8 products of a layer, mixed into the class that it was. Made by conversion, which keeps the Parameters of
-    the layer it replaces.
+    """The FP8 products of a layer, mixed into its original class by conversion, which keeps the layer's Parameters.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. Products have the output's dtype, those of gradients too (`wgrad_dtype` names the
-    exception). In eval mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
+    on, else in the input's dtype. Products have the output's dtype, for gradients too (except as in `wgrad_dtype`). In
+    eval mode the layer computes in high precision unless the recipe sets `use_autocast_during_eval`.
 
     The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
-    multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
+    multiplied without a cast. Its gradient is plain, with the dtype of the weight's values.
     """
 
     transposed_weight = False
-    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
-    fp8_recomputed = False
-    """Whether backward may run the last forward again."""
+    """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
-        """Attach a scaling rule with fresh state."""
-        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
-        self.fp8_out_dtype = torch.bfloat16
         self.fp8_cut: Cut | None = None
-        """How the weight is cut over ranks, where it is: as it was found last."""
+        """The last known cut of the weight over ranks."""
         note_whether_cut(self)
-        self._reset_state(self.weight.device)
+        super().set_rule(rule, shared, history_len)
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device)
@@ -105,62 +107,69 @@ class FP8Products(KeepsLedger):
         w8 = self._quantized_weight(matrix, cut, differentiable and input.requires_grad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
         noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
-        # before the product: checkpointing's second forward ends with the last tensor that it saves
+        # before the product: checkpointing's second forward stops at its last saved tensor
         self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
         y = LinearFunction.apply(x, weight, bias, *constants, x8, w8, stored)
         return cut.wrapped(y, input, self.out_features) if is_distributed(input) else y
 
     def _matrix(self, stored: Stored) -> Stored:
-        """The weight as [out, in]."""
+        """Return the weight as [out, in]."""
         return stored.t() if self.transposed_weight else stored
 
     def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
-        """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
+        """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
+        newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.input_split
+        casts = []
 
-        def make() -> Layouts:
+        def cast() -> Layouts:
             matrix = operands.values.detach().reshape(-1, x.shape[-1])
             columns = for_wgrad and not operands.is_gathered
             codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
-            made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
-            return made[0]
+            casts.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
+            return casts[0]
 
-        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), make)
-        if newest is not None and not made:  # another layer's cast
-            record(rule, recorded, INPUT, x8.amax)
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), cast)
+        if newest is not None and not casts:  # another layer's cast
+            self._record(INPUT, recorded, x8.amax)
         return x8
 
     def _quantized_weight(
         self, weight: Stored, cut: Cut | None, for_dgrad: bool, recorded: torch.Tensor | None
     ) -> Layouts:
-        """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored.
+        """Quantize w [out, in] for fprop, and for dgrad if the same codes serve; empty for a weight stored in FP8.
         `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
-        # codes that are kept serve all forwards to come
+        # kept codes serve all later forwards
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
+        newest = self.fp8_ledger.newest(rule, recorded, WEIGHT)
         if weight.is_in(fmt):
-            return self._gathered_weight(recorded) if isinstance(self.weight, GatheredCodes) else Layouts()
+            return self._gathered_weight(recorded, newest) if isinstance(self.weight, GatheredCodes) else Layouts()
         if rule.scaling == "delayed":  # its scale moves with every forward
-            return weight.quantized(fmt, rule, state, for_dgrad, self.fp8_ledger.newest(rule, recorded, WEIGHT))
-        amax, split = known_amax(self.weight), split_of(cut, WEIGHT)
+            return weight.quantized(fmt, rule, state, for_dgrad, newest)
+        amax, split = None, split_of(cut, WEIGHT)
+        if isinstance(self.weight, ScaledTensor) and not torch.compiler.is_compiling():
+            amax = self.weight.known_amax()
         return self.fp8_shared.of_weight(
             self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax, split=split)
         )
 
-    def _gathered_weight(self, recorded: torch.Tensor | None) -> Layouts:
-        """No codes but those that are gathered. What a cast of the weight would have kept of it is kept."""
+    def _gathered_weight(self, recorded: torch.Tensor | None, newest: torch.Tensor | None) -> Layouts:
+        """Record what a cast of the weight would have recorded; the codes themselves are gathered."""
         self.fp8_recomputed = self.training and is_checkpointed()
         amax = self.weight.parts.get(gathered_codes.AMAX)
-        if self.fp8_ledger.newest(self.fp8_rule, recorded, WEIGHT) is not None:
-            record(self.fp8_rule, recorded, WEIGHT, amax)
+        if newest is not None:
+            self._record(WEIGHT, recorded, amax)
         return Layouts(amax=amax)
+
+    def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
+        """Record an amax that no cast has recorded."""
+        (record_amax if self.fp8_rule.scaling == "delayed" else record_window_amax)(state, tensor, amax)
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
-        """The codes [out, in] that forward multiplies by now; None where the recipe keeps it in high precision, or the
-        weight is sharded."""
+        """Return the codes [out, in] of the next forward; None for a weight in high precision or sharded."""
         rule, weight = self.fp8_rule, self.weight
         if rule.high_precision[FPROP] or is_distributed(weight) or isinstance(weight, GatheredCodes):
             return None
@@ -168,6 +177,43 @@ class FP8Products(KeepsLedger):
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
         return stored.quantized(rule.forward_format, rule, self.fp8_scaling, columns=False).along_columns()
+
+    def cast_of(self, tensor: int, values: torch.Tensor) -> Cast | None:
+        """Describe the cast for the first product of a tensor: fprop for input and weight, dgrad for the gradient. None
+        for a sharded weight, and a weight stored only in FP8."""
+        rule = self.fp8_rule
+        readers = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}[tensor]
+        if not (self.training or rule.fp8_in_eval) or all(rule.high_precision[product] for product in readers):
+            return None
+        fmt = rule.gradient_format if tensor == GRAD_OUTPUT else rule.forward_format
+        if tensor != WEIGHT:
+            matrix = values.detach().reshape(-1, values.shape[-1])
+        elif is_distributed(values):
+            return None
+        else:
+            stored = self._matrix(Stored.of(values))
+            if stored.is_in(fmt):
+                return self._cast_by_optimizer(values, stored)
+            matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
+        if rule.along is not None:
+            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
+        amax = tensor_amax(matrix)
+        if rule.scaling == "delayed":
+            scale = delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
+        elif rule.scaling == "dynamic":
+            scale = scale_from_amax(amax, fmt)
+        elif tensor == WEIGHT:
+            scale = power_of_two_scale(amax, fmt)
+        else:
+            scale = window_scale(self.fp8_scaling, tensor, amax, fmt)
+        return Cast(matrix, fmt, amax, scale)
+
+    def _cast_by_optimizer(self, weight: torch.Tensor, stored: Stored) -> Cast | None:
+        if not isinstance(weight, ScaledTensor) or weight.rest is None:
+            return None
+        exact = self._matrix(Stored(weight.exact(torch.float32), None)).data
+        scale = stored.scale_inv.reciprocal()
+        return Cast(exact, self.fp8_rule.forward_format, tensor_amax(exact), scale, codes=stored.data)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -182,19 +228,18 @@ class FP8Products(KeepsLedger):
 
 
 class FP8Linear(FP8Products, nn.Linear):
-    """`nn.Linear` whose products run in FP8."""
+    """`nn.Linear` with FP8 products."""
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
-    keeps a product in high precision, or the rule quantizes the weight again.
+    """y = x @ w.T + b of quantized operands; x and w only carry the gradients, unless a product stays in high precision
+    or the rule quantizes the weight again.
 
-    x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored
-    in FP8 comes without other codes. `transposed`: the Parameter holds w.T. `cut`: x and w are parts that one rank
-    of several has, and y may be a partial sum.
+    x8, w8: `Layouts` of x and of w; w8 is empty for a weight stored in FP8. `stored`: the Parameter in memory.
+    `transposed`: the Parameter holds w.T. `cut`: x and w are one rank's parts, and y may be a partial sum.
     """
 
     @staticmethod
@@ -205,27 +250,26 @@ class LinearFunction(torch.autograd.Function):
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
         if bias is not None:
-            bias = bias.to(out_dtype)  # also where it is not added: all ranks sum its gradient alike
+            bias = bias.to(out_dtype)  # even if another rank adds it: all ranks sum its gradient alike
         if bias is not None and (cut is None or cut.adds_bias):
-            y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
+            y = y.add_(bias) if y.is_contiguous() else y + bias  # a padded product has gaps between rows
 
         saved_for_wgrad = saved_for_dgrad = ()
         if ctx.needs_input_grad[1]:
             saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
         if ctx.needs_input_grad[0]:
-            gathered = isinstance(weight, GatheredCodes)
-            if gathered or rule.dgrad_reads_weight:
+            is_gathered = isinstance(weight, GatheredCodes)
+            if is_gathered or rule.dgrad_reads_weight:
                 # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
-                # after forward and puts new data in for backward, which frees nothing while someone holds the old
-                is_anew = gathered or stored.scale_inv is None
-                saved_for_dgrad = Stored(weight, None) if is_anew else stored
+                # after forward and puts new data in for backward, and frees nothing that is still referenced
+                saved_for_dgrad = Stored(weight, None) if is_gathered or stored.scale_inv is None else stored
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, state, rule, out_dtype, transposed
         ctx.cut, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = cut, x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
+        # no view, as with `F.linear`: FSDP2 warns of a view, since changing it in place loses its hooks
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
@@ -257,7 +301,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
-    """What was saved for dgrad, as `_dgrad` takes it."""
+    """Orient the saved weight for `_dgrad`."""
     if isinstance(weight, GatheredCodes):
         stored = Stored.of(weight, gathered_codes.DGRAD)
         return stored.t() if transposed == rule.dgrad_reads_weight else stored
@@ -266,8 +310,8 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
 
 
 def is_checkpointed() -> bool:
-    """Whether a forward that runs now may be run again by backward. A checkpoint with `use_reentrant` looks like any
-    other forward without gradients."""
+    """Return True if backward may run this forward again. A checkpoint with `use_reentrant` looks like any other
+    forward without gradients."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
@@ -278,30 +322,26 @@ def is_checkpointed() -> bool:
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
-    """y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight that is stored in FP8."""
-    if rule.along is None:
-        w8 = Quantized(*stored) if w8.codes is None else w8
-        return scaled_product(x8, w8, out_dtype, fast_accumulation=True)
-    if w8.codes is None:
+    """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored in FP8."""
+    if w8.codes is None and rule.along is None:
+        w8 = Quantized(*stored)
+    elif w8.codes is None:
         w8 = stored.in_blocks(rule.along.weight_blocks, rule.forward_format)
-    return rule.along.product(x8, w8, rule.along.weight_blocks, out_dtype, fast_accumulation=True)
+    return fp8_product(rule.along, x8, w8, out_dtype, fast_accumulation=True)
 
 
 def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split: Split | None) -> torch.Tensor:
-    """dx [tokens, in] from dy [tokens, out]; `weight` is w [out, in] as stored, or codes of w.T with one scale.
-    `split`: how w is cut."""
+    """Return dx [tokens, in] from dy [tokens, out] and the stored w [out, in], or codes of w.T with one scale."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
-    if rule.along is None:
-        return scaled_product(dy8.along_columns(), Quantized(*weight), out_dtype)
-    w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
-    return rule.along.product(dy8.along_columns(), w8, rule.along.weight_blocks, out_dtype)
+    w8 = Quantized(*weight)
+    if rule.along is not None:
+        w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
+    return fp8_product(rule.along, dy8.along_columns(), w8, out_dtype)
 
 
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
-    """dw [out, in] from dy [tokens, out] and x; `x` is x itself, or codes of x.T."""
+    """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
-    if rule.along is None:
-        return scaled_product(dy8.along_rows(), Quantized(x, x_scale), out_dtype)
-    return rule.along.product(dy8.along_rows(), Quantized(x, x_scale), rule.along.blocks, out_dtype)
+    return fp8_product(rule.along, dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)

@@ -1,4 +1,4 @@
-"""Layers whose weight is cut over the ranks of a tensor-parallel mesh: PyTorch's `parallelize_module`, transformers'
+"""Multiply by a weight cut over the ranks of a tensor-parallel mesh: PyTorch's `parallelize_module`, transformers'
 `tp_plan`.
 
 The Parameter is a DTensor, and each rank multiplies its part:
@@ -11,8 +11,8 @@ rowwise     columns, (1)     columns    partial sum  columns
 replicated  whole            as it is   as it is     as it is
 ==========  ===============  =========  ===========  ============
 
-An operand of which the ranks hold parts gets its scale from the amax of all of it, on which they agree by a maximum. So
-its codes are those of one process, to the bit. The styles' own hooks, or transformers' wrappers, do the rest.
+An operand in parts gets its scale from the amax of the whole, by a maximum over the ranks: its codes are those of one
+process, to the bit. The styles' own hooks, or transformers' wrappers, do the rest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ...errors import FP8BackendError
 from ...numerics.kernels.layouts import Layouts
 from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import agreed_over, is_distributed
-from ..layer_parts import part_obstacle
+from ..refusals import part_obstacle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 COLWISE, ROWWISE, REPLICATED, OF_TOKENS = "colwise", "rowwise", "replicated", "of tokens"
-"""How a layer is cut. The last: every rank has the whole weight, and tokens of its own."""
+"""Cuts of a layer. OF_TOKENS: every rank has the whole weight, and its own tokens."""
 
 _CUTS: dict[str, tuple[int | None, int | None, int | None]] = {
     COLWISE: (None, 0, 1),
@@ -41,51 +41,46 @@ _CUTS: dict[str, tuple[int | None, int | None, int | None]] = {
     REPLICATED: (None, None, None),
     OF_TOKENS: (0, None, 0),
 }
-"""Along which dimension the input [tokens, in], the weight [out, in] and the output's gradient [tokens, out] are cut,
-in the order of INPUT, WEIGHT and GRAD_OUTPUT."""
+"""The cut dimension of the input [tokens, in], the weight [out, in] and the output's gradient [tokens, out], in the
+order of INPUT, WEIGHT and GRAD_OUTPUT."""
 
 
 class Split(NamedTuple):
-    """How a matrix is cut over the ranks of a group."""
+    """The cut of a matrix over the ranks of a group."""
 
     dim: int
     group: dist.ProcessGroup
 
     def agreed(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest that a rank found, FP32; all ranks of the group call it."""
+        """Return the maximum over the ranks, FP32. Collective."""
         return agreed_over(amax, [self.group])
 
 
 class Cut(NamedTuple):
-    """How a layer is cut over a mesh of one dimension."""
+    """The cut of a layer over a mesh of one dimension."""
 
     mesh: DeviceMesh
     style: str
 
     @classmethod
     def of_weight(cls, layer: nn.Module) -> Cut | None:
-        """By the weight of a layer, where that is a DTensor of a mesh with one dimension."""
+        """Read the cut from a layer's weight, if it is a DTensor of a mesh with one dimension."""
         weight = layer._parameters.get("weight")
         if weight is None or not is_distributed(weight) or weight.device_mesh.ndim != 1:
             return None
         (placed,) = weight.placements
         if placed.is_replicate():
             return cls(weight.device_mesh, REPLICATED)
-        along_in = placed.dim % 2 != layer.transposed_weight  # also of a weight packed of several
+        along_in = placed.dim % 2 != layer.transposed_weight  # also for several weights packed in one
         return cls(weight.device_mesh, ROWWISE if along_in else COLWISE)
-
-    def split(self, tensor: int) -> Split | None:
-        """How one of INPUT, WEIGHT and GRAD_OUTPUT is cut, where several ranks have parts of it."""
-        dim = _CUTS[self.style][tensor]
-        return None if dim is None or self.mesh.size() == 1 else Split(dim, self.mesh.get_group())
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the bias: of partial sums the first alone."""
+        """True if this rank adds the bias; for partial sums only the first does."""
         return self.style != ROWWISE or self.mesh.get_local_rank() == 0
 
     def wrapped(self, y: torch.Tensor, x: Any, features: int) -> torch.Tensor:
-        """The output of the layer, from this rank's part y and the input x, as a DTensor."""
+        """Wrap this rank's part y of the layer's output, for the input x, in a DTensor."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         placed = {COLWISE: [Shard(y.dim() - 1)], ROWWISE: [Partial()], REPLICATED: [Replicate()]}
@@ -96,75 +91,76 @@ class Cut(NamedTuple):
 
 
 def split_of(cut: Cut | None, tensor: int) -> Split | None:
-    """`Cut.split`; None for a layer that is whole."""
-    return None if cut is None else cut.split(tensor)
+    """Return the split of INPUT, WEIGHT or GRAD_OUTPUT; None if it is whole on each rank."""
+    dim = None if cut is None else _CUTS[cut.style][tensor]
+    return None if dim is None or cut.mesh.size() == 1 else Split(dim, cut.mesh.get_group())
 
 
 class Operands(NamedTuple):
-    """What one rank multiplies."""
+    """The operands of one rank."""
 
     input: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     cut: Cut | None
     origin: Any
-    """What the inputs of layers have in common if they are the same."""
+    """The common source of equal inputs of several layers."""
     view: tuple = ()
-    """Which part of it this input is."""
+    """The geometry of this input in `origin`."""
     is_gathered: bool = False
-    """Whether the codes of all tokens are to be gathered from the ranks that have them, those of `origin`. `input` then
-    stands for all of it, and has no values."""
+    """True to gather the codes of all tokens from the ranks of `origin`. `input` then has the shape of the whole, and
+    no values."""
 
     @property
     def values(self) -> torch.Tensor:
-        """The values of the input that this rank has."""
+        """The input's values on this rank."""
         return arrived(self.origin.to_local() if self.is_gathered else self.input)
 
     @property
     def input_split(self) -> Split | None:
-        """How the values of the input are cut."""
+        """The split of the input's values."""
         return split_of(self.cut._replace(style=OF_TOKENS) if self.is_gathered else self.cut, INPUT)
 
 
 def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
-    """Why the parts of a layer cannot be multiplied, or None: one of them is empty, or a block of its weight lies on
-    two ranks, which would give it two scales. `blocks`: those of the weight by the rule."""
+    """Return the reason to keep the layer's parts in high precision, or None: a part is empty, or a block of the weight
+    crosses ranks and would get two scales."""
     length = (blocks and blocks.columns) or 1
     return part_obstacle(layer, length, cut_of_a_block(length))
 
 
 def cut_of_a_block(length: int) -> str:
-    """What is wrong with a part that is no multiple of `length` features, and what to do."""
+    """Explain a part with features that are no multiple of `length`, and the remedy."""
     instead = "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
     return f"which cuts a block of {length} in two: {instead}"
 
 
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
-    """This rank's parts of a layer's input, weight and bias.
+    """Return this rank's parts of a layer's input, weight and bias.
 
     Raises:
-        FP8BackendError: the weight is a DTensor, and the input is none, the mesh has more dimensions, or there is a
+        FP8BackendError: the weight is a DTensor and the input is not, the mesh has more dimensions, or there is a
             `cut_obstacle`.
     """
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
-        # transformers calls some layers with local tensors, and wraps what comes out
+        # transformers calls some layers with local tensors, and wraps their output
         whole = (layer.out_features, layer.in_features)
         is_part = layer.fp8_cut is not None and weight.shape != (whole[::-1] if layer.transposed_weight else whole)
         return Operands(x, weight, bias, layer.fp8_cut if is_part else None, x)
     cut = Cut.of_weight(layer)
     obstacle = cut_obstacle(layer, rule.weight_blocks)
     if cut is None or obstacle or not is_distributed(x):
+        reason = obstacle or f"the weight is placed as {weight.placements}, and the input is a {type(x).__name__}"
         raise FP8BackendError(
-            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: "
-            f"{obstacle or f'the weight lies as {weight.placements}, and the input is a {type(x).__name__}'}. Prepare "
-            "the model after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
+            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: {reason}. "
+            "Prepare after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
         )
     if not torch.compiler.is_compiling():
         layer.fp8_cut = cut
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    (placed,), last, sums = x.placements, x.dim() - 1, [Partial()]  # gradients of which each rank has one summand
+    (placed,), last, sums = x.placements, x.dim() - 1, [Partial()]  # gradients with one summand on each rank
     has_tokens = placed.is_shard() and placed.dim % x.dim() != last
     if cut.style == COLWISE and has_tokens and rule.gathers_codes:
         input = layer.fp8_shared.of_input(x, ("gathered",), lambda: _WithoutValues.apply(x))
@@ -172,8 +168,8 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
         cut = cut._replace(style=OF_TOKENS)
     else:
-        wanted = Shard(last) if cut.style == ROWWISE else Replicate()
-        x = x if placed == wanted else x.redistribute(placements=[wanted])
+        placement = Shard(last) if cut.style == ROWWISE else Replicate()
+        x = x if placed == placement else x.redistribute(placements=[placement])
     of_weight = sums if cut.style == OF_TOKENS else None
     local = x.to_local(grad_placements=sums if cut.style == COLWISE else None)
     bias = None if bias is None else bias.to_local(grad_placements=of_weight)
@@ -181,8 +177,8 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
 
 
 def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
-    """A style makes a DTensor of its own of each layer's input, with a view of the one plain tensor that there is. What
-    came as a DTensor is the same for all layers."""
+    """Return the source of an input and its view. A style wraps each layer's input in a new DTensor, with a view of one
+    plain tensor; an original DTensor is the same for all layers."""
     plain = None if torch.compiler.is_compiling() else local._base
     if plain is None or plain.grad_fn is None:
         return x, ()
@@ -190,14 +186,14 @@ def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, once the collective that makes it is over."""
+    """Wait for the collective behind a tensor."""
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
 
 
 class _WithoutValues(torch.autograd.Function):
-    """A tensor of the whole shape of a DTensor of tokens, whose gradient finds the way back: each rank has one summand
-    of it for all tokens, and gets the sum for its own."""
+    """A tensor with the whole shape of a DTensor of tokens. In backward each rank has one summand of its gradient for
+    all tokens, and gets the sum for its own."""
 
     @staticmethod
     def forward(ctx, x):
@@ -213,8 +209,8 @@ class _WithoutValues(torch.autograd.Function):
 
 
 def gathered(tokens: Any, part: Layouts) -> Layouts:
-    """The codes of a DTensor whose tokens lie on several ranks, as [all tokens, in], from those of this rank's part.
-    They travel as one byte an element; the scale is the same on all ranks."""
+    """Gather the codes [all tokens, in] of a DTensor split by tokens from this rank's part, one byte an element on the
+    wire; the scale is the same on all ranks."""
     from torch.distributed.tensor import DTensor, Replicate
 
     local = part.codes.view(torch.uint8).view(tokens.to_local().shape)

@@ -14,9 +14,9 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...numerics.scaled_tensor import ScaledTensor
-from ..derivatives import saved_by_name
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
+from ..refusals import saved_by_name
 from . import weights
 from .layer import RUNTIME, TELayer
 from .region import ModelState

@@ -25,7 +25,7 @@ from .. import hardware
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
-from ..layer_parts import note_whether_cut, part_obstacle
+from ..refusals import note_whether_cut, part_obstacle
 from . import cpu_scaled_mm
 from .fields import scaling_of
 

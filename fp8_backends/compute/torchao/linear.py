@@ -11,8 +11,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
 from ..counts import DGRAD, FPROP, WGRAD
-from ..derivatives import refuse_second_derivative, refuse_transforms, saved_by_name
-from ..layer_parts import refuse_cut_since
+from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, saved_by_name
 
 
 class AOProducts(nn.Module):

@@ -3,6 +3,8 @@ that they write, also at places without a row and in padded columns."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from expert_families import make_experts, routed
@@ -24,6 +26,10 @@ SIZES = {
     "no rows": [0, 0],
     "many": [number % 3 for number in range(45)],
 }
+
+
+lines_of_groups = functools.partial(grouped_scaling.quantize_groups, lines=True)
+lines_of_experts = functools.partial(grouped_scaling.quantize_experts, lines=True)
 
 
 def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
@@ -62,8 +68,7 @@ def test_groups(sizes, monkeypatch):
     for args in ((E4M3,), (E4M3, scale))[: 1 if sizes == "many" else 2]:
         found = grouped_scaling.quantize_groups(x, groups, *args)
         assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_groups, x, groups, *args))
-    found = grouped_scaling.quantize_lines(x, groups, E4M3)
-    assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_lines, x, groups, E4M3))
+    assert_same(lines_of_groups(x, groups, E4M3), plainly(monkeypatch, lines_of_groups, x, groups, E4M3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -71,7 +76,7 @@ def test_dtypes_and_strides(dtype, monkeypatch):
     """Of more than one tile along both dimensions, with gaps between the rows; with gaps in them."""
     x, groups = tokens([70, 5], 600, dtype)
     for view in (x[:, 3:533], x[:, ::40]):
-        for quantize, fmt in ((grouped_scaling.quantize_groups, E5M2), (grouped_scaling.quantize_lines, E4M3)):
+        for quantize, fmt in ((grouped_scaling.quantize_groups, E5M2), (lines_of_groups, E4M3)):
             assert_same(quantize(view, groups, fmt), plainly(monkeypatch, quantize, view, groups, fmt))
 
 
@@ -87,7 +92,7 @@ def test_experts(view, monkeypatch):
     weight = torch.randn(2, 70, 150, generator=torch.Generator().manual_seed(0))
     weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = weight[0] * 90, torch.nan, torch.inf, 0
     weight = VIEWS[view](weight.bfloat16())
-    quantize, lines = grouped_scaling.quantize_experts, grouped_scaling.quantize_lines_of_experts
+    quantize, lines = grouped_scaling.quantize_experts, lines_of_experts
     for args in ((E4M3, None), (E4M3, torch.rand(len(weight)) + 0.5)):
         assert_same(quantize(weight, *args), plainly(monkeypatch, quantize, weight, *args))
     assert_same(lines(weight, E4M3), plainly(monkeypatch, lines, weight, E4M3))
@@ -99,9 +104,9 @@ def test_one_layout_alone(layouts, monkeypatch):
     weight = x.view(1, *x.shape).repeat(2, 1, 1)
     for quantize, args in (
         (grouped_scaling.quantize_groups, (x, groups, E4M3, None, *layouts)),
-        (grouped_scaling.quantize_lines, (x, groups, E4M3, *layouts)),
+        (lines_of_groups, (x, groups, E4M3, None, *layouts)),
         (grouped_scaling.quantize_experts, (weight, E4M3, None, *layouts)),
-        (grouped_scaling.quantize_lines_of_experts, (weight, E4M3, *layouts)),
+        (lines_of_experts, (weight, E4M3, None, *layouts)),
     ):
         found = quantize(*args)
         assert (found.codes is not None, found.transposed is not None) == layouts
@@ -115,9 +120,9 @@ def test_places_of_more_than_2_31_elements(monkeypatch):
     weight.copy_(torch.randn(3, 20, 40))
     groups = Groups.of(torch.tensor([0, 1, 1]), 2)
     for lines in (False, True):
-        quantize = grouped_scaling.quantize_lines if lines else grouped_scaling.quantize_groups
+        quantize = lines_of_groups if lines else grouped_scaling.quantize_groups
         assert_same(quantize(x, groups, E4M3), plainly(monkeypatch, quantize, x.clone(), groups, E4M3))
-        quantize = grouped_scaling.quantize_lines_of_experts if lines else grouped_scaling.quantize_experts
+        quantize = lines_of_experts if lines else grouped_scaling.quantize_experts
         assert_same(quantize(weight, E4M3), plainly(monkeypatch, quantize, weight.clone(), E4M3))
 
 

@@ -1,0 +1,106 @@
+"""Refuse uses of FP8 layers that would give wrong numbers: derivatives, and layers cut over ranks after `prepare`.
+
+An FP8 product's backward has no derivative, nor has an FP8 layer inside the transforms of `torch.func`. Gradients are
+rounded to FP8 on the way, and PyTorch would take backward's weight and input for constants: a second derivative would
+silently lack their terms.
+
+Tensor parallelism (PyTorch's `parallelize_module`, transformers' `tp_plan`) comes before `prepare`: scales, states,
+stored weights and the optimizer belong to the whole weight. Parts of a later cut would get other codes, and the
+optimizer would keep Parameters that left the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import FP8BackendError
+from ..numerics.sharded_tensor import is_distributed
+
+_WAY_OUT = (
+    "compute it with a native backend in evaluation mode (model.eval()), whose layers multiply in high precision there "
+    "and those of ao do not, or leave these layers out with exclude=…"
+)
+
+
+def refuse_second_derivative(*_) -> None:
+    """Raise `FP8BackendError` in a backward under `create_graph=True`."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise FP8BackendError(f"create_graph=True: the gradient of an FP8 product has no derivative; {_WAY_OUT}")
+
+
+def refuse_transforms() -> None:
+    """Raise `FP8BackendError` in a forward inside a transform of `torch.func`, or with dual numbers."""
+    if torch.compiler.is_compiling():
+        return
+    # as `torch.autograd.Function.apply` asks, and as `torch.autograd.forward_ad` counts
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise FP8BackendError(
+            "an FP8 layer cannot run inside torch.func's grad, vmap, jvp and the like, nor in forward-mode "
+            f"differentiation (loss.backward() and torch.autograd.grad work); {_WAY_OUT}"
+        )
+
+
+def saved_by_name(weight: nn.Parameter) -> contextlib.AbstractContextManager:
+    """Let autograd save the Parameter in place of views of its data, and recreate the views in backward. DeepSpeed's
+    ZeRO-3 takes the gathered data out of it after forward: saved views such as `weight.t()` would hold the weights of
+    the whole model. Does nothing for other weights."""
+    if not hasattr(weight, "ds_id"):
+        return contextlib.nullcontext()
+
+    def pack(tensor: torch.Tensor):
+        if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():
+            return tensor.shape, tensor.stride()
+        return tensor
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else weight.detach().as_strided(*packed)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def is_parallel(layer: nn.Module) -> bool:
+    """Return True if a tensor-parallel style of PyTorch or transformers was applied to this layer."""
+    return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
+
+
+def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None:
+    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None.
+
+    Args:
+        multiple: products take features in multiples of this.
+        otherwise: the consequence for other sizes, and the remedy.
+    """
+    if not is_parallel(layer) or not is_distributed(weight := layer.weight):
+        return None
+    mesh = weight.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for placed, ranks, name in zip(weight.placements, mesh.shape, names, strict=True):
+        is_fsdp = mesh.ndim > 1 and name != "tp"  # FSDP gathers its shards before the product
+        if placed.is_replicate() or ranks == 1 or is_fsdp:
+            continue
+        size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each packed weight
+        part = -(-size // ranks)
+        if part % multiple:
+            return f"tensor parallelism gives each rank {part} of {size} features, {otherwise}"
+        if part * (ranks - 1) >= size:
+            return f"tensor parallelism leaves a rank without any of {size} features"
+    return None
+
+
+def note_whether_cut(layer: nn.Module) -> None:
+    """Record on a prepared layer if its weight is distributed by now."""
+    layer.fp8_prepared_cut = is_distributed(layer.weight)
+
+
+def refuse_cut_since(layer: nn.Module, seen: torch.Tensor) -> None:
+    """Raise `FP8BackendError` if `seen`, an input or a state, is a DTensor, and the weight became one after `prepare`.
+    FSDP2 makes a DTensor of the weight but not of `seen`."""
+    if is_distributed(seen) and is_distributed(layer.weight) and not layer.fp8_prepared_cut:
+        raise FP8BackendError(
+            f"an FP8 layer {layer.in_features} -> {layer.out_features} was cut over ranks after it was prepared: call "
+            "parallelize_module, or load by tp_plan, first; then make the optimizer, and prepare both"
+        )
