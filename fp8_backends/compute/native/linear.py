@@ -1,7 +1,9 @@
 """`FP8Linear`, one layer of `native`, and the autograd function that makes its three products. `FP8Products` is what it
-has in common with `conv1d.FP8Conv1D`."""
+shares with `FP8Conv1D`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -15,6 +17,7 @@ from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...numerics.sharded_tensor import is_distributed
+from ..conv1d import conv1d_form
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -55,6 +58,10 @@ class FP8Products(KeepsLedger):
     """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
     fp8_recomputed = False
     """Whether backward may run the last forward again."""
+
+    @property
+    def rule_in_words(self) -> str:
+        return repr(self.fp8_rule)
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -186,6 +193,13 @@ class FP8Linear(FP8Products, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
+
+
+def __getattr__(name: str) -> Any:
+    """Make `FP8Conv1D` at its first use, which may unpickle it: it imports transformers."""
+    if name == "FP8Conv1D":
+        return conv1d_form(FP8Products, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class LinearFunction(torch.autograd.Function):
