@@ -1,10 +1,9 @@
-"""Counts the FP8 products of `te` layers, which do not count by themselves.
+"""Count the FP8 products of `te` layers, which do not count themselves.
 
 TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
-(all in one call). While a profile runs, these functions are wrapped where the layers look them up: a call whose
-operands are all FP8 tensors is a product. Its layout says which one.
-The layer is the one whose forward runs, or in backward the one whose forward made the autograd node that runs.
-(docs/patches.rst says what else was tried.)
+(all in one call). While a profile runs, these functions are wrapped where the layers look them up: a call with only FP8
+operands is a product, and its layout tells the kind. It belongs to the layer whose forward or autograd node runs.
+(docs/patches.rst lists alternatives.)
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from ...errors import FP8BackendError
 from ...numerics.engine import inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..profiling import Layer
+from .layer import ModelState
 from .recipes import VERSION
-from .region import ModelState
 
 _PLACES = (
     (te_linear_module, "general_gemm"),
     (te_grouped_linear_module, "general_grouped_gemm"),
 )
-"""Where TransformerEngine's linear layers look up what multiplies."""
+"""The functions that multiply, where TransformerEngine's linear layers look them up."""
 _lock = threading.RLock()
-"""Held while these functions are wrapped or restored. A profile may be dropped wherever Python collects garbage, also
-inside."""
+"""Held while these functions are wrapped or restored. Reentrant: garbage collection may drop a profile inside."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
 
 
 class TEProductProfile:
     """One watched stretch of training, with the interface of `profiling.ProductProfile`. Any number can run at once.
-    Dropped while it runs, it ends by itself."""
+    Dropped while it runs, it ends."""
 
     by_shape = False
 
@@ -52,11 +50,9 @@ class TEProductProfile:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this thread can stop it: any can."""
-        return self.running
+        return self.running  # any thread can stop it
 
     def start(self, begun: torch.nn.Module | None = None) -> bool:
-        """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
         self._end = weakref.finalize(self, _unwatch, self._watcher, self._states)
@@ -64,34 +60,30 @@ class TEProductProfile:
         return True
 
     def restart(self) -> None:
-        """Forget what was counted so far."""
         self._watcher.counts = [ProductCounts() for _ in self.layers]
 
     def stop(self) -> None:
-        """End counting and write each layer's counts into its `results`."""
         self.abandon()
         for layer, counts in zip(self.layers, self._watcher.counts, strict=True):
             layer.results[layer.name] = counts
         self.complete = True
 
     def abandon(self) -> None:
-        """End without a result."""
         if self.running:
             self.running = False
             self._end()
 
 
 class _Place(threading.local):
-    """Which layer of a profile runs in this thread."""
+    """The running layer of a profile in this thread."""
 
     forward: int | None = None
-    """The layer whose forward runs."""
     backward: tuple[int | None, set[str]] = (None, set())
-    """The layer whose autograd node runs, and the products that it may still make."""
+    """The layer whose autograd node runs, and its products to come."""
 
 
 class _Watcher:
-    """What a profile is told by layers (`ModelState.watchers`), by autograd nodes, and by what multiplies."""
+    """Counts for one profile. Layers (`ModelState.watchers`), autograd nodes and `CountedGemm` notify it."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.index = {id(module): index for index, module in enumerate(modules)}
@@ -124,7 +116,7 @@ class _Watcher:
 
 
 class CountedGemm:
-    """A function that multiplies while profiles run: it tells them of each product of FP8 operands."""
+    """Wrap a function that multiplies while profiles run, and notify them of each product of FP8 operands."""
 
     def __init__(self, multiply: Callable) -> None:
         self.multiply = multiply
@@ -165,7 +157,7 @@ def _unwatch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
 
 
 def _is_fp8(operand: Any) -> bool:
-    """Every quantized tensor of TransformerEngine names its FP8 type, whatever its class is called in a version. A
-    grouped operand is a list of such."""
+    """Return True for a quantized tensor of TransformerEngine, which has an FP8 dtype in all versions, or a list of
+    them (grouped products)."""
     parts = operand if isinstance(operand, (list, tuple)) else [operand]
     return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)

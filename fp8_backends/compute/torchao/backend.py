@@ -7,6 +7,7 @@ mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import threading
@@ -238,8 +239,6 @@ def _products_are_emulated() -> bool:
 
 # `torch._scaled_mm` for CPUs on which PyTorch's own is of no use
 
-_cpu_product: torch.library.Library | None = None
-"""Holds the kernels put in place of PyTorch's."""
 _lock = threading.Lock()
 
 
@@ -251,24 +250,27 @@ def mend_cpu_product() -> None:
     operator is replaced. Alternatives: TorchAO's `emulate` leaves no FP8 product in compiled code for the proof, and
     `torch.backends.mkldnn.enabled = False` slows down everything else in oneDNN.
     """
-    global _cpu_product
-    if hardware.cpu_scaled_mm():
-        return
-    with _lock:
-        if _cpu_product is None:
-            _cpu_product = torch.library.Library("aten", "IMPL")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Warning only once for all operators")  # of the override
-                _cpu_product.impl("_scaled_mm", _scaled_mm, "CPU", allow_override=True)
-                _cpu_product.impl("_scaled_mm.out", _scaled_mm_out, "CPU", allow_override=True)
+    if not hardware.cpu_scaled_mm():
+        with _lock:
+            _cpu_product()
 
 
 def restore_cpu_product() -> None:
     """Restore PyTorch's own kernel."""
-    global _cpu_product
-    if _cpu_product is not None:
-        _cpu_product._destroy()
-        _cpu_product = None
+    if _cpu_product.cache_info().currsize:
+        _cpu_product()._destroy()
+        _cpu_product.cache_clear()
+
+
+@functools.cache
+def _cpu_product() -> torch.library.Library:
+    """Register our kernels, and return the library that holds them."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # of the override
+        library.impl("_scaled_mm", _scaled_mm, "CPU", allow_override=True)
+        library.impl("_scaled_mm.out", _scaled_mm_out, "CPU", allow_override=True)
+    return library
 
 
 def _scaled_mm(

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from conv1d_twins import conv, gpt2, linear_twin, results_of_steps
-from fp8_backends.compute.te.conv1d import TEConv1D
 from model_families import train
 from peft import LoraConfig, get_peft_model
 from standin import compute_capability
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
 import fp8_backends
+from fp8_backends.compute.te.linear import TEConv1D
 from fp8_backends.compute.te.weights import is_frozen
 from fp8_backends.errors import BackendUnavailableError, RecipeError
 from fp8_backends.training import conversion

@@ -406,36 +406,33 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit():
     assert all(type(tensor) is torch.Tensor for tensor in states["fp8_scaling"]["tensors"].values())
 
 
-def test_a_scaling_state_of_another_model_or_history_is_refused():
-    made, _ = prepared(TERecipeKwargs(amax_history_len=4))
-    (_, root, known), *_ = prepared_roots(made)
-    with pytest.raises(FP8BackendError, match="only this model has last"):
-        state = scaling_state(made)
-        known.compute.load_scaling_state(root, {k: v for k, v in state.items() if not k.startswith("last")})
-    with pytest.raises(FP8BackendError, match="amax_history_len"):
-        known.compute.load_scaling_state(root, scaling_state(prepared(TERecipeKwargs(amax_history_len=8))[0]))
-    assert scaling_state(prepared("te:dynamic")[0]) == {}
-
-
 @pytest.mark.parametrize("ran", [False, True])
-def test_a_scaling_state_with_numbers_that_no_scale_has_is_refused_and_nothing_changes(ran):
+def test_scaling_states_of_other_models_and_impossible_numbers_are_refused(ran):
     made, optimizer = prepared(TERecipeKwargs(amax_history_len=4))
     if ran:
         losses(made, optimizer, BATCHES[:2])
     (_, root, known), *_ = prepared_roots(made)
     before = scaling_state(made)
+    for other, message in (
+        ({name: state for name, state in before.items() if not name.startswith("last")}, "only this model has last"),
+        (scaling_state(prepared(TERecipeKwargs(amax_history_len=8))[0]), "amax_history_len"),
+    ):
+        with pytest.raises(FP8BackendError, match=message):
+            known.compute.check_scaling_state(root, other)
+    assert scaling_state(prepared("te:dynamic")[0]) == {}
     last = {part: [name for name in before if name.endswith(part)][-1] for part in ("_scale", "_amax_history")}
     for part, number in [("_scale", n) for n in (nan, inf, 0.0, -1.0)] + [("_amax_history", n) for n in (nan, -1.0)]:
         crafted = {name: tensor + 1 for name, tensor in before.items()}
         crafted[last[part]].view(-1)[-1] = number
         with pytest.raises(FP8BackendError, match=f"{last[part]} holds .*and must be"):
-            known.compute.load_scaling_state(root, crafted)
+            known.compute.check_scaling_state(root, crafted)
     for dtype in (torch.int64, torch.bfloat16):
         with pytest.raises(FP8BackendError, match="is no tensor of torch.float32"):
-            known.compute.load_scaling_state(root, before | {last["_scale"]: before[last["_scale"]].to(dtype)})
+            known.compute.check_scaling_state(root, before | {last["_scale"]: before[last["_scale"]].to(dtype)})
     assert same(scaling_state(made), before)
     overflowed = {name: tensor.clone() for name, tensor in before.items()}
     overflowed[last["_amax_history"]][-1] = inf  # what an overflow leaves there
+    known.compute.check_scaling_state(root, overflowed)
     known.compute.load_scaling_state(root, overflowed)
     assert same(scaling_state(made), overflowed)
 
