@@ -57,7 +57,7 @@ def differs_between_ranks(tensor: torch.Tensor) -> bool:
 
 def assert_every_product(made: nn.Module) -> None:
     for name, counts in fp8_backends.audit(made).products.items():
-        assert counts["fprop"] == counts["wgrad"] == 1, (name, counts)
+        assert counts["fprop"] == counts["wgrad"] > 0, (name, counts)
 
 
 def sharded(made: nn.Module) -> nn.Module:

@@ -35,19 +35,17 @@ from ...numerics.scaling import (
 from ...numerics.sharded_tensor import is_distributed, local_part
 from ...numerics.statistics import Cast, in_blocks
 from .. import chips, expert_functions, hardware
-from ..counts import WGRAD
+from ..counts import WGRAD, ProductCounts
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Norm, Recipe, check_saved_states
-from ..profiling import Layer
 
 if TYPE_CHECKING:
     from .experts import TEExperts, TEExpertWeight
     from .layer import ModelState
     from .linear import TEProducts
-    from .profile import TEProductProfile
 
 REINSTALL = (
     "reinstall TransformerEngine for this PyTorch and CUDA, as "
@@ -194,10 +192,8 @@ class TransformerEngineCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "te"
 
-    def profile(self, layers: list[Layer]) -> TEProductProfile:
-        from .profile import TEProductProfile
-
-        return TEProductProfile(layers)
+    def products(self, module: TEProducts | TEExpertWeight) -> ProductCounts:
+        return module.te_counts
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()

@@ -1,7 +1,12 @@
-"""The common part of all `te` layers: when they run in FP8, with which scales, and how the scales change.
+"""The common part of all `te` layers: FP8 regions, counts of products, and scales.
 
 TransformerEngine's autocast is one for the process. A `Region` enters it around the forward of a prepared root, or of
 one layer, and leaves the global state as it was.
+
+TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
+(all in one call). They are wrapped where the layers look them up: a call with only FP8 operands is a product, and its
+layout tells the kind. It belongs to the layer whose forward or autograd node runs. (docs/patches.rst lists
+alternatives.)
 
 Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
@@ -9,20 +14,24 @@ Imports TransformerEngine, so it is imported when a layer is converted or unpick
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_module
+import transformer_engine.pytorch.module.linear as te_linear_module
 from torch import distributed, nn
 
-from ...errors import RecipeError, Refusal
+from ...errors import FP8BackendError, RecipeError, Refusal
 from ...numerics.engine import call_when_backward_ends, inside_backward
 from ...numerics.state_dict_copies import StateDictCopies
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..interface import Recipe
-from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
+from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object, rows_multiple
 
 DELAYED_PIPELINE = Refusal(
     "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
@@ -34,16 +43,16 @@ DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class ModelState:
-    """The state shared by all layers of a prepared model: recipe, open region, and running profiles."""
+    """The state shared by all layers of a prepared model: its recipe and its open region."""
 
     def __init__(self, recipe: Recipe) -> None:
+        _count_products()
         self.recipe = recipe
         self.te_recipe = recipe_object(recipe)
         self.in_eval = bool(recipe.use_autocast_during_eval)
         self.plain_wgrad = bool(recipe.override_linear_precision[2])
         self.rows_multiple = rows_multiple(recipe.scaling)
         self.region: Region | None = None
-        self.watchers: list[Any] = []
         self._updates_after, self._updates_forward = -1, False
 
     def __reduce__(self):
@@ -206,6 +215,78 @@ def remember_scales(layers: list[nn.Module]) -> None:
         )
 
 
+# Products
+
+_PLACES = (
+    (te_linear_module, "general_gemm"),
+    (te_grouped_linear_module, "general_grouped_gemm"),
+)
+"""The functions that multiply, where TransformerEngine's linear layers look them up."""
+_KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
+
+
+class _Running(threading.local):
+    """The counts of the layer that multiplies in this thread."""
+
+    forward: ProductCounts | None = None
+    backward: ProductCounts | None = None
+    due: frozenset[str] = frozenset()
+    """The products to come of the backward's layer."""
+    task: int = -1
+    """The backward pass of `backward`, by autograd's number."""
+
+
+_running = _Running()
+
+
+def _count_products() -> None:
+    """Wrap the functions that multiply, unless they are.
+
+    Raises:
+        FP8BackendError: this version of TransformerEngine multiplies by other functions.
+    """
+    if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
+        raise FP8BackendError(
+            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
+            f"{missing[0]}: install another version of transformer_engine, or a newer fp8-backends"
+        )
+    for module, name in _PLACES:
+        multiply = getattr(module, name)
+        if not hasattr(multiply, "fp8_counted"):
+            setattr(module, name, _counted(multiply))
+
+
+def _counted(multiply: Callable) -> Callable:
+    @functools.wraps(multiply)
+    def count_and_multiply(a, b, *args, **kwargs):
+        if _is_fp8(a) and _is_fp8(b):
+            _count(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
+        return multiply(a, b, *args, **kwargs)
+
+    count_and_multiply.fp8_counted = True
+    return count_and_multiply
+
+
+def _is_fp8(operand: Any) -> bool:
+    """Return True for a quantized tensor of TransformerEngine, which has an FP8 dtype in all versions, or a list of
+    them (grouped products)."""
+    parts = operand if isinstance(operand, (list, tuple)) else [operand]
+    return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)
+
+
+def _count(kind: str) -> None:
+    if kind == FPROP and _running.forward is not None:
+        _running.forward.add(RECOMPUTED if inside_backward() else FPROP)
+    elif kind in _running.due and _running.task == torch._C._current_graph_task_id():
+        _running.due -= {kind}
+        _running.backward.add(kind)
+
+
+def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
+    _running.backward, _running.due = counts, frozenset({DGRAD, WGRAD})
+    _running.task = torch._C._current_graph_task_id()
+
+
 # Layers
 
 
@@ -260,16 +341,13 @@ class TELayer:
             return self._products(x, *arguments)
 
     def _products(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        watchers = self.te_state.watchers
-        for watcher in watchers:
-            watcher.enter(self)
+        _running.forward = self.te_counts
         try:
             y = self._multiply(x, *arguments)
         finally:
-            for watcher in watchers:
-                watcher.leave()
-        for watcher in watchers:
-            watcher.follow(self, y)
+            _running.forward = None
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(functools.partial(_begin_backward, self.te_counts))
         return y
 
     def _multiply(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -353,6 +431,7 @@ class TELayer:
             "te_recorded": True,  # the last forward's amaxes count
             "te_had_gradients": True,  # it ran with gradients
             "te_loaded": None,  # a scaling state to copy at the first forward
+            "te_counts": ProductCounts(),
             "te_fsdp2": None,
             "te_cast_weight": None,  # the operand in place of a weight in scaled precision, until the optimizer's step
             "te_copies": StateDictCopies(),  # plain copies of a frozen FP8 weight
