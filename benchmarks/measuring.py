@@ -80,7 +80,7 @@ def machine() -> dict:
 
     record = {
         "date": datetime.date.today().isoformat(),
-        "chip": hardware.describe().device,
+        "chip": hardware.describe()["device"],
         "features": cpu_features(),
         "cpu_bf16": hardware.cpu_bf16(),
         **({"switched": switched()} if switched() else {}),

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fp8_backends.compute import products
-from fp8_backends.compute.torchao import cpu_scaled_mm
+from fp8_backends.compute.torchao.backend import mend_cpu_product
 from fp8_backends.numerics.scaling import e8m0_values
 
 SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
@@ -24,7 +24,7 @@ class GPURules(TorchDispatchMode):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        cpu_scaled_mm.mend()  # on some CPUs PyTorch's own takes a thousand times as long
+        mend_cpu_product()  # on some CPUs PyTorch's own takes a thousand times as long
         monkeypatch.setattr(products, "engine_for", lambda *_: products.SCALED_MM)
         self.products = []
 

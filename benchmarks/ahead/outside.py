@@ -36,9 +36,9 @@ class Recorder(TorchDispatchMode):
     def stand_in(self) -> None:
         """Note kernels and FP8 products of this package as such, from now on and in this whole process."""
         from eager_calls import everywhere
-        from fp8_backends.numerics.kernels import backward as loss
 
         from fp8_backends.compute import products
+        from fp8_backends.numerics.kernels import backward as loss
         from fp8_backends.numerics.kernels import quantize as quantization
 
         costs = {quantization.quantize: of_cast, quantization.quantize_blocks: of_cast, loss.cross_entropy: of_loss}

@@ -64,7 +64,7 @@ class Run(NamedTuple):
     weights: dict[str, torch.Tensor]
     converted: list[str]
     products: dict[str, dict[str, int]] = {}
-    """FP8 products of the first step, by layer and kind; of the package's side."""
+    """FP8 products of the package's side, by layer and kind."""
 
 
 # The task: were a sequence's tokens drawn from the upper half of the vocabulary with chance 0.9, or 0.1?
@@ -367,7 +367,10 @@ def compare(mode: str, recipe: str, size: Size, device: str) -> dict[str, Any]:
         "equal": not found,
         "differences": found[:20],
         "modules": len(package.converted),
-        "fp8_products": {kind: sum(c[kind] for c in package.products.values()) for kind in ("fprop", "dgrad", "wgrad")},
+        "fp8_products": {
+            kind: sum(counts[kind] for counts in package.products.values()) / size.steps
+            for kind in ("fprop", "dgrad", "wgrad")
+        },
         "steps": size.steps,
         "losses": package.losses,
         "before": package.before,
@@ -434,9 +437,9 @@ def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None
         before, after = result["before"], result["after"]
         figures = ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in after)
         verdict = "equal to the bit" if result["equal"] else "DIFFERENT"
-        counted = ", ".join(f"{count} {kind}" for kind, count in result["fp8_products"].items())
+        counted = ", ".join(f"{count:g} {kind}" for kind, count in result["fp8_products"].items())
         print(f"{result['mode']} {result['recipe']}: {verdict} in {result['steps']} steps; {figures}")
-        print(f"    FP8 products of the first step: {counted}")
+        print(f"    FP8 products of a step: {counted}")
         for each in result["differences"]:
             print(f"    {each}")
     kernels = "the tests' stand-in on a CPU" if arguments.standin else "TransformerEngine's"

@@ -1,9 +1,9 @@
-"""Every fact about chips, once: which backend multiplies FP8 matrices on which, and which precision to train in there.
+"""All facts about chips: the backends that multiply FP8 matrices on each, and the precision to train in.
 
 Nothing here asks the machine; `hardware` finds its chip in this table. Sources: for TransformerEngine its own rules
-(`is_fp8_available` and so on, version 2.20); for TorchAO and native what `torch._scaled_mm` and
-`torch.nn.functional.scaled_mm` take; for the advice the vendors' tables of matrix instructions, and for Ada reports
-that FP8 brings no speed there (TransformerEngine issue 972, torchtitan issue 548).
+(`is_fp8_available` and so on, version 2.20); for TorchAO and native the operands of `torch._scaled_mm` and
+`torch.nn.functional.scaled_mm`; for the advice the vendors' tables of matrix instructions, and for Ada reports of FP8
+without speed (TransformerEngine issue 972, torchtitan issue 548).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from .fields import check_known, parsed, word
 
 INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.4'"
-"""What the extra `te` brings; this package is on no index."""
+"""Installs the extra `te`; this package is on no index."""
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
@@ -27,7 +27,7 @@ MEANING = {
 
 
 class Advice(NamedTuple):
-    """Which precision to train in."""
+    """The precision to train in."""
 
     precision: str
     """"fp8", "bf16", "fp16" or "fp32"."""
@@ -37,27 +37,27 @@ class Advice(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """A kind of chips that multiply FP8 matrices alike."""
+    """A kind of chips with the same FP8 products."""
 
     key: str
     title: str
     """CUDA compute capability, or AMD's name."""
     examples: str
     since: tuple[int, int] | None = None
-    """The first CUDA compute capability of this kind, which reaches up to the next one's. None: not NVIDIA's."""
+    """The first CUDA compute capability of this kind, up to the next kind's. None: not NVIDIA's."""
     architecture: str = ""
-    """How AMD's name of its architecture begins."""
+    """The beginning of AMD's name of the architecture."""
     advice: Advice | None = None
-    """None: `advice_for` looks closer."""
+    """None: `advice_for` decides by the GPU."""
     te_backend: str = ""
-    """The backend that is advised where TransformerEngine runs."""
+    """The advised backend if TransformerEngine runs."""
     grouped_products: bool = False
-    """Whether `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
+    """True if `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
 
     @property
     def fp8(self) -> bool:
-        """Whether it has FP8 matrix units, of which at least one backend makes use."""
-        return any(row.cells[CHIPS.index(self)].state == FP8 for row in TABLE)
+        """Return True if it has FP8 matrix units that a backend uses."""
+        return any(cells[self].state == FP8 for cells in TABLE.values())
 
 
 _TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
@@ -86,13 +86,13 @@ CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
 
 
 class Product(NamedTuple):
-    """A chip by the name that it is sold under, or a kind of chips by its key."""
+    """A chip by its product name, or a kind of chips by its key."""
 
     name: str
     gpu: tuple[int, int] | str | None
-    """CUDA compute capability, or how AMD's name of its architecture begins. None: no GPU."""
+    """CUDA compute capability, or the beginning of AMD's name of the architecture. None: no GPU."""
     gib: int | None = None
-    """Its memory. None for a kind of chips, whose products differ in it."""
+    """Its memory. None for a kind of chips."""
 
     @property
     def chip(self) -> Chip:
@@ -112,11 +112,11 @@ PRODUCTS = {
     **{product.name: product for product in _SOLD},
     **{chip.key: Product(chip.key, chip.architecture or chip.since) for chip in CHIPS},
 }
-"""Every name of a chip that a user may give, in lower case."""
+"""All names for chips, in lower case."""
 
 
 def product_named(name: str) -> Product:
-    """The chip that a user names: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper".
+    """Return the chip with a name: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper".
 
     Raises:
         RecipeError: no such name, with the nearest one.
@@ -131,55 +131,52 @@ _OLDER_NVIDIA = {
     (7, 0): Advice(
         "fp16",
         "",
-        "it has fp16 products and none in bf16: keep the loss scaler, and expect models that were trained in bf16 to "
-        "overflow",
+        "it has fp16 products and none in bf16: keep the loss scaler, and expect models trained in bf16 to overflow",
     ),
     (0, 0): Advice("fp32", "", "it has no matrix units: lower precision brings no speed"),
 }
-"""By the first compute capability of each, the newest first."""
+"""By first compute capability, the newest first."""
 _OLDER_AMD = {
-    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice(
-        "bf16", "", "it has bf16 products and none in FP8 that PyTorch uses"
-    ),
+    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice("bf16", "", "PyTorch uses its bf16 products, and none in FP8"),
     ("",): Advice("fp32", "", "it has no bf16 matrix units"),
 }
 _CPUS = {
     True: Advice(
         "bf16",
         "",
-        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 runs here with the same numbers as "
-        "on a GPU, and slower than bf16",
+        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's numbers here, and is "
+        "slower than bf16",
     ),
     False: Advice(
         "fp32",
         "",
-        "no GPU, and a CPU without bf16 products: for debugging; FP8 and bf16 run here with the same numbers as on a "
-        "GPU, and slower than FP32",
+        "no GPU, and a CPU without bf16 products: for debugging; FP8 and bf16 have a GPU's numbers here, and are "
+        "slower than FP32",
     ),
 }
-"""By whether they have bf16 products."""
+"""True: with bf16 products."""
 
 
 def chip_of(gpu: tuple[int, int] | str) -> Chip:
-    """The chip of a CUDA compute capability, or of an architecture by AMD's name."""
+    """Return the chip of a CUDA compute capability, or of AMD's name of an architecture."""
     if isinstance(gpu, str):
         return next((c for c in CHIPS if c.architecture and gpu.startswith(c.architecture)), BEFORE_FP8)
     return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
 
 
 NATIVE_RECORDS: tuple[str, ...] = ()
-"""Keys of the CHIPS with a record in benchmarks/results of a training by native that was right. None yet."""
+"""Keys of the CHIPS with a correct training by native on record in benchmarks/results. None yet."""
 
 
 class Choice(NamedTuple):
-    """What the backend `auto` means."""
+    """The meaning of the backend `auto`."""
 
     backend: str
     reason: str
 
 
 def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True) -> Choice:
-    """What `auto` means on a chip: on a GPU with FP8 products only what is proven there."""
+    """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
     if not chip.fp8:
         return Choice("native", "no FP8 products in hardware here; native has the numbers that it has on a GPU")
     if te_runs:
@@ -194,27 +191,22 @@ def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True) -> Choice:
 
 
 def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False) -> Advice:
-    """The advice for a CUDA compute capability, for an architecture by AMD's name, or for a CPU (None)."""
+    """Return the advice for a CUDA compute capability, for AMD's name of an architecture, or for a CPU (None)."""
     if gpu is None:
         return _CPUS[cpu_bf16]
     chip = chip_of(gpu)
-    if chip is not BEFORE_FP8:
-        return _with_backend(chip.advice, chip, te_runs)
-    if isinstance(gpu, str):
+    if chip is BEFORE_FP8 and isinstance(gpu, str):
         return next(advice for names, advice in _OLDER_AMD.items() if gpu.startswith(names))
-    return next(advice for since, advice in _OLDER_NVIDIA.items() if tuple(gpu) >= since)
+    if chip is BEFORE_FP8:
+        return next(advice for since, advice in _OLDER_NVIDIA.items() if tuple(gpu) >= since)
+    if chip.advice.precision == "fp8" and te_runs and chip.te_backend:
+        return chip.advice._replace(backend=chip.te_backend)
+    if chip.advice.precision != "fp8" or auto_on(chip).backend == "native":
+        return chip.advice
+    return chip.advice._replace(backend=_TORCHAO.backend)
 
 
-def _with_backend(advice: Advice, chip: Chip, te_runs: bool) -> Advice:
-    """FP8 by a backend that `auto` may choose there."""
-    if advice.precision != "fp8":
-        return advice
-    if te_runs and chip.te_backend:
-        return advice._replace(backend=chip.te_backend)
-    return advice if auto_on(chip).backend == "native" else _TORCHAO._replace(reason=advice.reason)
-
-
-# Which backend multiplies FP8 matrices on which chip
+# FP8 products by backend and chip
 
 
 def release(version: tuple[int, int]) -> str:
@@ -224,16 +216,16 @@ def release(version: tuple[int, int]) -> str:
 class Note(NamedTuple):
     reason: str
     fix: str
-    """What to do about it, or what follows from it."""
+    """The remedy, or the consequence."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.fix}"
 
 
 _ADA_CUDA, _BLOCK_CUDA, _MX_CUDA = (12, 1), (12, 9), (12, 8)
-"""The oldest CUDA releases of PyTorch with TransformerEngine's products on Ada, with block scales and with MXFP8."""
+"""The oldest CUDA releases of PyTorch with TransformerEngine's products on Ada, block scales and MXFP8."""
 ROWWISE_CPU_TORCH = (2, 13)
-"""The first PyTorch whose CPU multiplies FP8 with a scale for each row."""
+"""The first PyTorch with FP8 products of a scale for each row on CPUs."""
 NATIVE_EQUIVALENT = "the native equivalent, such as native:delayed for te:delayed: same fields, codes and scales"
 
 NOTES = {
@@ -275,24 +267,18 @@ NOTES = {
 
 
 class Cell(NamedTuple):
-    """What a backend does on a chip."""
+    """The products of a backend on a chip."""
 
     state: State
     note: str = ""
     """A key of NOTES."""
     cuda: tuple[int, int] | None = None
-    """The oldest CUDA release of PyTorch with which this holds; before it, `without`."""
+    """The oldest CUDA release of PyTorch for `state`; older ones have `without`."""
     without: State = REFUSED
 
     def state_with(self, cuda: tuple[int, int] | None) -> State:
-        """The state with a PyTorch for that release of CUDA. None: new enough, or not CUDA."""
+        """Return the state with a PyTorch for that release of CUDA. None: new enough, or not CUDA."""
         return self.without if self.cuda is not None and cuda is not None and cuda < self.cuda else self.state
-
-
-class Row(NamedTuple):
-    backends: tuple[str, ...]
-    cells: tuple[Cell, ...]
-    """One for each of CHIPS."""
 
 
 _NO_TE, _OLD, _NO_MX = Cell(REFUSED, "te-nvidia"), Cell(REFUSED, "te-8.9"), Cell(REFUSED, "mxfp8")
@@ -301,62 +287,63 @@ _ADA = Cell(FP8, "ada", _ADA_CUDA)
 _BLOCKS, _AS_MX = Cell(FP8, "block-cuda", _BLOCK_CUDA), Cell(FP8, "block-blackwell", _BLOCK_CUDA)
 
 # fmt: off
-TABLE = (
+_ROWS = {
     # CPU, to 8.6, 8.9, 9.0, 10 and 11, 12, MI300, MI350
-    Row(("te:delayed", "te:dynamic"),
-        (_NO_TE, _OLD, _ADA, _YES, _YES, _YES, _NO_TE, _NO_TE)),
-    Row(("te:blockwise",),
-        (_NO_TE, _OLD, Cell(REFUSED, "block-9.0"), _BLOCKS, _AS_MX, _AS_MX, _NO_TE, _NO_TE)),
-    Row(("te:mxfp8",),
-        (_NO_TE, _OLD, _NO_MX, _NO_MX, _YES, _NO_MX, _NO_TE, _NO_TE)),
-    Row(("ao:tensorwise",),
-        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES)),
-    Row(("ao:rowwise", "ao:rowwise_with_gw_hp"),
-        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES)),
-    Row(("native:dynamic", "native:delayed", "native:rowwise", "native:window", "msamp"),
-        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(EMULATED, "fnuz"), _YES)),
-    Row(("native:blockwise",),
-        (_EMULATED, _EMULATED, _EMULATED, _BLOCKS._replace(without=EMULATED), *[_EMULATED] * 4)),
-    Row(("native:mxfp8",),
-        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), *[_EMULATED] * 3)),
-)
+    ("te:delayed", "te:dynamic"):
+        (_NO_TE, _OLD, _ADA, _YES, _YES, _YES, _NO_TE, _NO_TE),
+    ("te:blockwise",):
+        (_NO_TE, _OLD, Cell(REFUSED, "block-9.0"), _BLOCKS, _AS_MX, _AS_MX, _NO_TE, _NO_TE),
+    ("te:mxfp8",):
+        (_NO_TE, _OLD, _NO_MX, _NO_MX, _YES, _NO_MX, _NO_TE, _NO_TE),
+    ("ao:tensorwise",):
+        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES),
+    ("ao:rowwise", "ao:rowwise_with_gw_hp"):
+        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES),
+    ("native:dynamic", "native:delayed", "native:rowwise", "native:window", "msamp"):
+        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(EMULATED, "fnuz"), _YES),
+    ("native:blockwise",):
+        (_EMULATED, _EMULATED, _EMULATED, _BLOCKS._replace(without=EMULATED), *[_EMULATED] * 4),
+    ("native:mxfp8",):
+        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), *[_EMULATED] * 3),
+}
 # fmt: on
+TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _ROWS.items()}
+"""Cells by backends, those with the same products together, and by chip."""
 
 
 class Support(NamedTuple):
-    """What one backend does on one chip."""
+    """The products of some backends on one chip."""
 
     backends: tuple[str, ...]
     state: State
     reason: str
-    """Empty where there is nothing to know."""
+    """Empty without a note."""
     install: str
 
 
 def cell_of(backend: str, chip: Chip) -> Cell | None:
-    """The cell of a backend such as "native:dynamic"; None for a backend that is not of this package."""
-    return next((row.cells[CHIPS.index(chip)] for row in TABLE if backend in row.backends), None)
+    """Return the cell of a backend such as "native:dynamic"; None for another package's backend."""
+    return next((cells[chip] for backends, cells in TABLE.items() if backend in backends), None)
 
 
 @functools.cache
 def multiplies(backend: str, gpu: tuple[int, int] | str, cuda: tuple[int, int] | None) -> bool:
-    """Whether this GPU's FP8 matrix units make the products of this backend, with a PyTorch for that CUDA."""
+    """Return True if this GPU's FP8 matrix units run this backend's products, with a PyTorch for that CUDA."""
     return cell_of(backend, chip_of(gpu)).state_with(cuda) == FP8
 
 
 def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
-    """What every backend does on that chip, with a PyTorch for that release of CUDA (None: new enough)."""
-    found = []
-    for row in TABLE:
-        cell = row.cells[CHIPS.index(chip)]
-        note = str(NOTES[cell.note]) if cell.note else ""
-        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if row.backends[0].startswith("te:") else "nothing"
-        found.append(Support(row.backends, cell.state_with(cuda), note, install))
-    return found
+    """List every backend's products on a chip, with a PyTorch for that release of CUDA (None: new enough)."""
+    table = []
+    for backends, cells in TABLE.items():
+        cell = cells[chip]
+        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
+        table.append(Support(backends, cell.state_with(cuda), str(NOTES.get(cell.note, "")), install))
+    return table
 
 
 def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A chip and what every backend does on it, as plain values."""
+    """Return a chip and every backend's products on it, as plain values."""
     products = [support._asdict() for support in supports(chip, cuda)]
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
@@ -367,18 +354,18 @@ SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 
 
 def numbered_notes() -> dict[str, int]:
-    """Notes in the order in which the table meets them."""
-    keys = dict.fromkeys(cell.note for row in TABLE for cell in row.cells if cell.note)
+    """Number the notes in the order of the table."""
+    keys = dict.fromkeys(cell.note for cells in TABLE.values() for cell in cells.values() if cell.note)
     return {key: number for number, key in enumerate(keys, 1)}
 
 
 def rows() -> list[list[str]]:
-    """A header, and a row for each backend."""
+    """Return a header, and a row for each backend."""
     notes = numbered_notes()
     table = [["", *(chip.title for chip in CHIPS)]]
-    for row in TABLE:
-        cells = [SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "") for cell in row.cells]
-        table += [[backend, *cells] for backend in row.backends]
+    for backends, row in TABLE.items():
+        cells = [SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "") for cell in row.values()]
+        table += [[backend, *cells] for backend in backends]
     return table
 
 

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
+from ..numerics.kernels.backward import cross_entropy
 from ..numerics.kernels.triton_gate import PLAIN
-from ..numerics.kernels.triton_loss import cross_entropy
 from ..numerics.scaled_tensor import stored_parts
 from ..numerics.sharded_tensor import is_distributed
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD

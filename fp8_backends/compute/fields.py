@@ -1,8 +1,8 @@
 """Declare a field of a recipe: its values, its default, and the rules and levels that read it.
 
-Everything else follows from the declaration: flags of `fp8-backends launch`, variables `ACCELERATE_FP8_*`, keys of a
-YAML file, NeMo's and Megatron's names, and the table in the documentation. This package's own fields are in
-`recipes.fields`; a backend may declare more.
+The declaration gives flags of `fp8-backends launch`, variables `ACCELERATE_FP8_*`, keys of a YAML file, NeMo's and
+Megatron's names, and the table in the documentation. This package's own fields are in `recipes.fields`; a backend may
+declare more.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..errors import RecipeError
 from ..words import shortened, shown
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4")
-"""MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states alone."""
+"""MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states unchanged."""
 DEFAULT_LEVEL = "O2"
 RULE_FIELDS = (
     *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
     *("override_linear_precision", "fp8_params"),
 )
-"""Names of the fields of TransformerEngine's rules, which `native` follows too."""
+"""Fields of TransformerEngine's rules, also in `native`."""
 
 
 class Variable(NamedTuple):
@@ -33,26 +33,26 @@ class Variable(NamedTuple):
 
     suffix: str
     launcher_default: Any = None
-    """What Accelerate's launcher exports when the user gave nothing. In the environment it counts as not given."""
+    """The value exported by Accelerate's launcher by default. In the environment it counts as not given."""
     question_default: Any = None
-    """What `accelerate config` writes when the user just presses Enter, where that is another value."""
+    """The value written by `accelerate config` for an empty answer, if it is another one."""
     reads: Callable[[Any], Any] | None = None
-    """Turns the variable's value into the field's, where the two differ; None then stands for "not given"."""
+    """Turns the variable's value into the field's, if the two differ; a result of None is "not given"."""
 
 
 def parsed(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    """The value of a field, or of an argument of this name, as its parser reads it. Raises `RecipeError` naming it."""
+    """Parse the value of a field or an argument. Raises `RecipeError` with its name."""
     try:
         return parse(value)
     except (TypeError, ValueError, OverflowError) as error:
         reason = shortened(str(error), 1000)
-        if not reason.startswith("must "):  # of a function that was not written for this, such as `int`
+        if not reason.startswith("must "):  # the error of a general function, such as `int`
             reason = f"must be {getattr(parse, 'values', '') or 'another value'} ({reason})"
         raise RecipeError(f"{name}={shown(value)}: {name} {reason}") from None
 
 
 def same(value: Any) -> Any:
-    """Returns the value itself."""
+    """Return the value itself."""
     return value
 
 
@@ -63,36 +63,35 @@ class Field:
     name: str
     default: Any
     parse: Callable[[Any], Any]
-    """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, since a value may
-    come from the environment or from YAML. Its attribute `values`, if it has one, names the values for people, and its
-    annotations name their types for type checkers."""
+    """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, for the environment
+    and YAML. An attribute `values` names the values for people, and annotations name types for type checkers."""
     help: str = ""
     """One sentence, for the flag and the table. This package's own fields have docstrings instead."""
     scalings: tuple[str, ...] | None = None
-    """The scaling rules that read the field; None: all of a backend that has the field."""
+    """The scaling rules that read the field; None: all rules of the backend."""
     levels: tuple[str, ...] = LEVELS
     """The levels that read the field."""
     idle: Any = None
-    """The value that every backend honours by doing nothing, such as False for a feature that is off; None: none."""
+    """The value that needs no support by a backend, such as False for a feature that is off; None: none."""
     default_of_scaling: Mapping[str, Any] = field(default_factory=dict)
-    """Where a scaling rule has another default."""
+    """Other defaults, by scaling rule."""
     names_scaling: Callable[[Any], str | None] | None = None
-    """The scaling rule that a value of this field stands for, if it does."""
+    """Returns the scaling rule implied by a value, or None."""
     launcher_default: Any = None
-    """As in `Variable`."""
+    """See `Variable`."""
     further_variables: tuple[Variable, ...] = ()
-    """Other names in the environment and in YAML files. They are no flags."""
+    """Other names in the environment and in YAML files, without flags."""
     synonyms: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """NeMo's and Megatron's names of the field, each with what turns their value into ours."""
+    """NeMo's and Megatron's names of the field, with functions from their values to ours."""
     is_object: bool = False
-    """Whether the value is a Python object, which no text can give."""
+    """True for a Python object, without a form as text."""
     only_watches: bool = False
-    """Whether the field says how a training is watched, and not how it computes: two recipes that differ in nothing
-    else go together, in one model and in a checkpoint."""
+    """True if the field changes only the watching of a training, and no number: recipes that differ only in such fields
+    go together, in one model and in a checkpoint."""
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """All names in the environment; the first one is a flag as well, as `--fp8_<suffix>`. None for an object."""
+        """Return all names in the environment; the first one is also a flag, `--fp8_<suffix>`. Empty for an object."""
         if self.is_object:
             return ()
         return (Variable(self.own_suffix, self.launcher_default), *self.further_variables)
@@ -103,12 +102,12 @@ class Field:
 
     @property
     def values(self) -> str:
-        """The values that the field takes, in words; empty where they are plain from the help."""
+        """Return the valid values in words; empty if the help names them."""
         return getattr(self.parse, "values", "")
 
     @property
     def values_and_default(self) -> str:
-        """Such as `a whole number from -64 to 64; default 0`; empty where the help says it all."""
+        """Describe values and default, such as `a whole number from -64 to 64; default 0`."""
         parts = [self.values] if self.values else []
         parts += [] if self.default is None else [f"default {self.default!r}"]
         for value in dict.fromkeys(self.default_of_scaling.values()):
@@ -117,11 +116,10 @@ class Field:
         return "; ".join(parts)
 
     def parsed(self, value: Any) -> Any:
-        """The value in its one spelling. Raises `RecipeError` naming the field."""
+        """Return the value in its one spelling. Raises `RecipeError` with the field's name."""
         return parsed(self.name, self.parse, value)
 
     def default_for(self, scaling: str | None) -> Any:
-        """The default under a scaling rule."""
         return self.default_of_scaling.get(scaling, self.default)
 
 
@@ -129,7 +127,7 @@ class Field:
 
 
 def _takes(values: str) -> Callable:
-    """A parser's values, in words."""
+    """Name a parser's values."""
 
     def name_values(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
         parse.values = values
@@ -143,7 +141,7 @@ _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", 
 
 @_takes("True, False")
 def flag(value: Any) -> bool:
-    """A bool, or a string that Accelerate's launcher may write for one."""
+    """Parse a bool, or a string for one by Accelerate's launcher."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in (*_TRUE, *_FALSE):
@@ -152,7 +150,7 @@ def flag(value: Any) -> bool:
 
 
 def whole_number(minimum: int | None = None, maximum: int | None = None) -> Callable[[Any], int]:
-    """The parser of a whole number from `minimum` to `maximum`, each of them if it is given."""
+    """Return the parser of a whole number from `minimum` to `maximum`. None: no bound."""
     lowest, highest = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
     if maximum is not None:
         wanted = f"a whole number from {lowest} to {maximum}"
@@ -171,14 +169,14 @@ def whole_number(minimum: int | None = None, maximum: int | None = None) -> Call
 
 
 def word(value: Any) -> str:
-    """A text without the spaces around it."""
+    """Parse a text, without the spaces around it."""
     if not isinstance(value, str):
         raise ValueError("must be a word")
     return value.strip()
 
 
 def one_of(*words: str) -> Callable[[Any], str]:
-    """The parser of one of these words, in any case."""
+    """Return the parser of one of these words, in any case."""
     by_lower_case = {word.lower(): word for word in words}
 
     @_takes(", ".join(words))
@@ -193,19 +191,19 @@ def one_of(*words: str) -> Callable[[Any], str]:
 
 @_takes("HYBRID, E4M3")
 def fp8_format(value: str | Enum) -> str:
-    """HYBRID or E4M3, as a string in any case or as a member of TransformerEngine's `Format`."""
+    """Parse HYBRID or E4M3: a string in any case or a member of TransformerEngine's `Format`."""
     word = getattr(value, "name", value)
     if isinstance(word, str) and word.strip().upper() == "E5M2":
         raise ValueError(
-            "must be HYBRID or E4M3: with E5M2 throughout, forward would multiply E5M2 by E5M2, a product that no GPU "
-            "has (TransformerEngine refuses it, too)"
+            "must be HYBRID or E4M3: with E5M2 throughout, forward would multiply E5M2 by E5M2, and no GPU has this "
+            "product (TransformerEngine refuses it, too)"
         )
     return one_of("HYBRID", "E4M3")(word)
 
 
 @_takes("three bools")
 def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
-    """Three bools for fprop, dgrad, wgrad; also the string "(false, false, false)" of Accelerate's documentation."""
+    """Parse three bools for fprop, dgrad, wgrad, also as Accelerate's documentation has it: "(false, false, false)"."""
     if isinstance(value, str):
         value = value.strip().strip("()[]").split(",")
     try:
@@ -221,7 +219,7 @@ def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
 
 @_takes("most_recent, max")
 def amax_algorithm(value: Any) -> str:
-    """`most_recent` or `max`."""
+    """Parse `most_recent` or `max`."""
     if callable(value):
         raise ValueError(
             "must be one of max, most_recent: with a function of your own TransformerEngine leaves its fused update, "
@@ -234,13 +232,13 @@ def amax_algorithm(value: Any) -> str:
 
 
 def closest(word: str, words: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no word is close."""
+    """Return ` (did you mean 'x'?)`, or an empty text if no word is close."""
     matches = difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def check_known(what: str, word: Any, words: Iterable[str]) -> None:
-    """Raise `RecipeError`, with the nearest word, where a word is none of these. `what`: what it is a word for."""
+    """Raise `RecipeError`, with the nearest word, for an unknown word. `what` names its meaning."""
     words = tuple(words)
     if not isinstance(word, str) or word not in words:
         near = closest(word, words) if isinstance(word, str) else ""

@@ -1,10 +1,9 @@
-"""Frozen FP8 weights (`fp8_params`): weights that do not train, stored in FP8 in the Parameters that the model has.
+"""Frozen FP8 weights (`fp8_params`): untrained weights stored in FP8 in the model's own Parameters.
 
-What `te` and `native` have in common: which weights are refused, and how a frozen one is put in place and restored. In
-which tensor they store it is their own.
+The common part of `te` and `native`: the refusals, and the swap in and out. Each stores them in its own tensor.
 
 A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer that
-rounds to nearest would lose nearly all of them. That is what the levels from O3 on are for.
+rounds to nearest would lose nearly all of them. The levels from O3 on train FP8 weights.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OFFLOADED = Refusal(
 
 
 def check(layer: nn.Linear) -> None:
-    """Raise `RecipeError` for a layer whose weight cannot be frozen in FP8."""
+    """Raise `RecipeError` unless the layer's weight can be frozen in FP8."""
     weight = layer.weight
     sizes = f"a layer {layer.in_features} -> {layer.out_features}"
     if weight.requires_grad:
@@ -52,7 +51,7 @@ def check(layer: nn.Linear) -> None:
 
 
 def check_running(layer: nn.Linear, is_frozen: bool) -> None:
-    """Raise `RecipeError` where the weight of a layer that runs trains by now, or is no longer frozen."""
+    """Raise `RecipeError` if the weight of a running layer trains by now, or is no longer frozen."""
     check(layer)
     if not is_frozen:
         raise RecipeError(OFFLOADED if "_hf_hook" in layer.__dict__ else SHARDED)
@@ -66,10 +65,10 @@ def freeze(
     make_plain: Callable[[nn.Module], None],
 ) -> None:
     """Swap the weights of these layers of `root` for `quantized(weight, layer)`. Repeating it does nothing; ties
-    stay. `make_plain` undoes it where a layer is restored.
+    stay. `make_plain` undoes it when a layer is restored.
 
     Raises:
-        FP8BackendError: something else holds on to a weight, named, or it is sharded; no weight has changed then.
+        FP8BackendError: a weight is sharded, or held by something else. No weight has changed then.
     """
     new = {name: layer for name, layer in layers.items() if not is_frozen(layer.weight)}
     for name, layer in new.items():
@@ -80,7 +79,7 @@ def freeze(
     for name, layer in new.items():
         if not is_frozen(layer.weight):  # tied to a layer before it
             swap(layer.weight, quantized(layer.weight, layer), f"{name}.weight")
-    for layer in layers.values():  # also those that came as codes
+    for layer in layers.values():  # also weights that came as codes
         undo = layer.__dict__[CONVERSION].undo
         if make_plain not in undo:
             undo.append(make_plain)

@@ -24,7 +24,6 @@ from .counts import ProductCounts
 from .expert_functions import ExpertWeights
 from .fields import Field
 from .hardware import Availability
-from .profiling import Layer, ProductProfile
 
 
 class Recipe(Protocol):
@@ -165,10 +164,6 @@ class Compute(ABC):
         profiled step proves them."""
         return None
 
-    def profile(self, layers: list[Layer]) -> ProductProfile:
-        """Return the counter of these layers' products in a profiled step, an object like `ProductProfile`."""
-        return ProductProfile(layers)
-
     # Weights and their FP8 codes
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
@@ -187,8 +182,8 @@ class Compute(ABC):
         """Keep the FP8 codes of a forward for later forwards until the weight changes, or stop doing so."""
 
     def weight_codes(self, module: nn.Module) -> Quantized | None:
-        """Return the codes that this converted layer's forward multiplies by now, in the layout of the weight, and
-        their scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
+        """Return the present codes of this converted layer's forward, in the layout of the weight, and their
+        scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
         return None
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
@@ -197,8 +192,8 @@ class Compute(ABC):
         return {}
 
     def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return how this converted layer casts a tensor in the running forward or backward; None if it does not, or if
-        that is not known.
+        """Return the cast of a tensor by this converted layer in the running forward or backward; None without a cast,
+        or if it is not known.
 
         Args:
             tensor: INPUT, WEIGHT or GRAD_OUTPUT of `numerics.scaling`.
@@ -222,29 +217,29 @@ class Compute(ABC):
         return []
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Raise `FP8BackendError`, naming the layer, for a state of other layers or another history, or with numbers
-        that the rule does not make. Changes nothing."""
+        """Raise `FP8BackendError`, naming the layer, for a state of other layers or another history, or with impossible
+        numbers. Changes nothing."""
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Restore the result of `scaling_state`. Raises as `check_scaling_state` does, and changes nothing then."""
+        """Restore the result of `scaling_state`, after `check_scaling_state`."""
 
 
 _DAMAGED = "The file is damaged: load an earlier checkpoint"
 
 
 def check_saved_states(
-    own: Mapping[str, torch.Tensor],
+    current: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
     check: Callable[[torch.Tensor, str, str], None],
 ) -> None:
-    """Raise `FP8BackendError` if a saved scaling state differs from the model's own in names, dtypes or shapes, or has
+    """Raise `FP8BackendError` if a saved scaling state differs from the model's in names, dtypes or shapes, or holds
     wrong numbers.
 
     Args:
         check: raises for wrong numbers of one saved state, given its name and an advice.
     """
-    if own.keys() != saved.keys():
-        old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, own))
+    if current.keys() != saved.keys():
+        old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, current))
         only = {"only the checkpoint has": old - new, "only this model has": new - old}
         parts = [f"{where} {', '.join(sorted(layers)[:6])}" for where, layers in only.items() if layers]
         raise FP8BackendError(
@@ -252,19 +247,16 @@ def check_saved_states(
             f"prepare the saved model with its recipe"
         )
     try:
-        for name, state in own.items():
-            if unlike := _unlike(state, saved[name]):
-                raise FP8BackendError(f"{name} {unlike}")
-            check(saved[name], name, _DAMAGED)
+        for name, state in current.items():
+            tensor = saved[name]
+            is_alike = isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.layout) == (state.dtype, state.layout)
+            if not is_alike or tensor.is_meta:
+                raise FP8BackendError(f"{name} is no tensor of {state.dtype} with values. {_DAMAGED}")
+            if tensor.shape != state.shape:
+                shapes = f"shape {tuple(tensor.shape)}, here {tuple(state.shape)}"
+                raise FP8BackendError(
+                    f"{name} has an amax history of another length ({shapes}): use the saved run's amax_history_len"
+                )
+            check(tensor, name, _DAMAGED)
     except FP8BackendError as fault:
         raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}") from None
-
-
-def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:
-    """Return how a saved scaling state differs in kind from the model's own."""
-    if not isinstance(saved, torch.Tensor) or saved.dtype != own.dtype or saved.is_meta or saved.layout != own.layout:
-        return f"is no tensor of {own.dtype} with values. {_DAMAGED}"
-    if saved.shape != own.shape:
-        shapes = f"shape {tuple(saved.shape)}, here {tuple(own.shape)}"
-        return f"has an amax history of another length ({shapes}): use the saved run's amax_history_len"
-    return None

@@ -1,20 +1,20 @@
-"""Counts FP8 products with PyTorch's profiler, for backends that do not count by themselves.
+"""Count FP8 products with PyTorch's profiler, for backends without counters.
 
 Each converted layer's forward is marked with a `record_function` range. A product `aten::_scaled_mm` inside a range
-is a forward product of that layer (a recomputed one when the range was opened inside a backward pass). A product
-inside a backward function belongs to the layer whose forward made that function: the profiler gives both the same
-sequence number. In a backward function the input gradient comes first, then the weight gradient.
+is a forward product of that layer (a recomputed one if the range began inside a backward pass). A product inside a
+backward function belongs to the layer whose forward created the function: the profiler gives both the same sequence
+number. A backward function computes the input gradient first, then the weight gradient.
 
-Compiled code keeps neither ranges nor functions. Its products are told apart by their shapes, and the layers of one
-shape share what was counted for that shape.
+Compiled code has neither ranges nor such functions. Its products are told apart by their shapes, and layers of the same
+shape share the counts for it.
 
-The profiler is the one of PyTorch's two that belongs to a thread (`torch.autograd.profiler_legacy`): any number of
-threads have one at a time, and autograd's threads add to that of the thread whose backward they run. The other one,
-Kineto, is one for the process, and crashes when two threads start it.
+The profiler is `torch.autograd.profiler_legacy`, one for each thread; autograd's threads add to the profiler of the
+thread whose backward they run. Kineto is one for the process, and crashes if two threads start it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -43,6 +43,7 @@ _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
 _MODE, _SUBCLASS = "PythonDispatchMode", "PythonSubclass"
 _COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
 _MARK, _AGAIN = "fp8_backends:", ":again"
+_OF_COMPILED_CODE = -1
 
 
 class Layer(NamedTuple):
@@ -51,43 +52,41 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     backward_kinds: tuple[str, ...]
-    """The products of its backward that run in FP8, in order: dgrad and wgrad, less those in high precision."""
+    """The FP8 products of its backward, in order: dgrad and wgrad, less the ones in high precision."""
     results: dict[str, ProductCounts]
-    """Where its counts go, by name, when the profile stops."""
+    """Receives its counts, by name, when the profile stops."""
 
 
 class ProductProfile:
-    """One profiled stretch of training in one thread: `start`, some steps, `stop`. Dropped while it runs, it ends by
-    itself, and so it does with its thread."""
+    """One profiled stretch of training in one thread: `start`, some steps, `stop`. It ends with its thread, and when it
+    is dropped."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
         self.complete = False
         self.by_shape = False
-        """After `stop`: whether some layers were counted by shape (compiled code)."""
-        self._recording: weakref.ref[_Recording] | None = None
-        self._end: weakref.finalize | None = None
+        """After `stop`: some layers were counted by shape (compiled code)."""
+        self._recording: Callable[[], _Recording | None] = _no_recording
 
     @property
     def running(self) -> bool:
-        return self._recording is not None and self._recording() is not None
+        return self._recording() is not None
 
     @property
     def runs_here(self) -> bool:
-        """Whether it runs in this thread, which alone can stop it."""
+        """Return True in the thread that it runs in, the only one that can stop it."""
         return self.running and self._recording() is _thread.recording
 
     def start(self, begun: nn.Module | None = None) -> bool:
-        """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
+        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one.
 
         Args:
             begun: the root whose forward begins now; it may be a layer. Its profile ends another `ProductProfile` of
-                this thread without a result, such as one whose model was given up. It notes no shapes, by which
-                compiled code is counted: while code is compiled that fails for some tensors, and PyTorch writes a
-                warning for each.
+                this thread without a result. It notes no shapes, so it cannot count compiled code: during compilation,
+                shapes fail for some tensors, and PyTorch writes a warning for each.
 
         Raises:
-            FP8BackendError: this version of PyTorch has no profiler of a thread.
+            FP8BackendError: this version of PyTorch has no profiler for a thread.
         """
         if begun is not None:
             give_way()
@@ -104,17 +103,16 @@ class ProductProfile:
         if begun in marks.index_of:
             marks(begun, ())
         self._recording = weakref.ref(_thread.recording)
-        self._end = weakref.finalize(self, _end, self._recording)
         return True
 
     def restart(self) -> None:
-        """Forget what was counted so far."""
+        """Discard the counts so far."""
         if self.runs_here:
             self._recording().restart()
 
     def stop(self) -> None:
-        """End counting and write each layer's counts into its `results`. It ends without a result in another thread
-        than that of `start`, and where compiled code ran and no shapes were noted."""
+        """End, and write each layer's counts into its `results`, unless another thread started it, or compiled code ran
+        and no shapes were noted."""
         recording = self._recording() if self.runs_here else None
         self.abandon()
         if recording is None:
@@ -124,45 +122,47 @@ class ProductProfile:
             return
         if compiled:
             self.by_shape = _count_by_shape(self.layers, counts, compiled)
-        for layer, own in zip(self.layers, counts, strict=True):
-            layer.results[layer.name] = own
+        for layer, layer_counts in zip(self.layers, counts, strict=True):
+            layer.results[layer.name] = layer_counts
         self.complete = True
 
     def abandon(self) -> None:
         """End without a result."""
-        if self._end is not None:
-            self._end()
-            self._recording = self._end = None
+        recording, self._recording = self._recording(), _no_recording
+        # a profiler stopped inside a backward comes back at its end, for good
+        if recording is not None and recording is _thread.recording and not inside_backward():
+            give_way()
+        elif recording is not None:
+            recording.given_up = True
+
+    __del__ = abandon
 
     def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
-        """The products of each layer in eager code, and those of compiled code: whether inside a backward, and the
-        shapes of their operands."""
-        counts = [ProductCounts() for _ in self.layers]
-        compiled = []
-        function_is_compiled = _compiled_functions(events)
-        layer_of = _layers_by_sequence_number(events)
+        """Return the counts of each layer in eager code, and for each product of compiled code if a backward made it
+        and the shapes of its operands. Products of other models are left out."""
+        counts, compiled = [ProductCounts() for _ in self.layers], []
+        creators = _creators(events)
         products_of: Counter = Counter()  # products of each backward function so far
-        imitated = _imitated_products(events)
-        for product in (each for each in events if _is_product(each) and each not in imitated):
-            range_, backward = _enclosing(product)
-            index = backward and layer_of.get((backward.forward_thread, backward.sequence_nr))
-            if range_ is not None:
-                index, again = _read_mark(range_.name)
-                counts[index].add(RECOMPUTED if again else FPROP)
-            elif index is not None:
-                kinds = self.layers[index].backward_kinds
-                order, products_of[backward] = products_of[backward], products_of[backward] + 1
-                if order < len(kinds):
-                    counts[index].add(kinds[order])
-            elif _is_compiled(product, backward, function_is_compiled):  # any other belongs to another model
+        for product in _products(events):
+            index, parent = _place(product, creators)
+            if index == _OF_COMPILED_CODE:
                 in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
                 compiled.append((in_backward, product.shapes()))
+            elif index is not None and parent.scope != _BACKWARD_FUNCTION:
+                counts[index].add(RECOMPUTED if parent.name.endswith(_AGAIN) else FPROP)
+            elif index is not None:
+                kinds = self.layers[index].backward_kinds[products_of[parent] :]
+                products_of[parent] += 1
+                if kinds:
+                    counts[index].add(kinds[0])
         return counts, compiled
 
 
+# The profiler
+
+
 class _Recording:
-    """PyTorch's profiler of this thread, which runs from now until `end`. Only the thread holds on to it: they end
-    together.
+    """PyTorch's running profiler of this thread. Only the thread holds it, so that they end together.
 
     Args:
         hooks: to be removed at its end.
@@ -171,22 +171,26 @@ class _Recording:
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
         self.hooks, self.shapes = hooks, shapes
         self.given_up = False
-        """Whether the profile ended in another thread, or inside a backward: the recording ends when its thread next
-        meets it."""
+        """The profile ended in another thread or inside a backward: end when the thread next looks at it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
         self._thread: int | None = None
-        _autograd._enable_profiler_legacy(_configuration(shapes))
+        self._enable()
         self._thread = threading.get_ident()
+
+    def _enable(self) -> None:
+        # on the host, without memory, stacks, FLOPs and modules
+        switches = (self.shapes, False, False, False, False)
+        _autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig()))
 
     def restart(self) -> None:
         _autograd._disable_profiler_legacy()
-        _autograd._enable_profiler_legacy(_configuration(self.shapes))
+        self._enable()
 
     def end(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        if self._thread == threading.get_ident():  # else a process that is forked, or that ends, clears up
+        if self._thread == threading.get_ident():  # else a forked or ending process clears up
             self._thread = None
             self.records = _autograd._disable_profiler_legacy()
 
@@ -194,7 +198,7 @@ class _Recording:
 
 
 class _Thread(threading.local):
-    """The recording that runs in this thread."""
+    """The recording of this thread."""
 
     recording: _Recording | None = None
 
@@ -202,21 +206,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _configuration(shapes: bool) -> ProfilerConfig:
-    # on the host, and neither memory nor stacks, FLOPs or modules
-    switches = (shapes, False, False, False, False)
-    return ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig())
+def _no_recording() -> None:
+    return None
 
 
 def give_way() -> None:
-    """End the profile that runs in this thread without a result, since another profiler is about to start."""
+    """End this thread's profile without a result, for another profiler to start."""
     if _thread.recording is not None:
         _thread.recording.end()
         _thread.recording = None
 
 
 def foreign_profiler_runs() -> bool:
-    """Whether a profiler is active in this thread that is not this package's."""
+    """Return True if another package's profiler is active in this thread."""
     return _thread.recording is None and _profiler_runs()
 
 
@@ -226,38 +228,22 @@ def _profiler_runs() -> bool:
     return _autograd._profiler_enabled()
 
 
-def _end(reference: weakref.ref[_Recording]) -> None:
-    recording = reference()
-    if recording is None:
-        return
-    # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
-    if recording is _thread.recording and not inside_backward():
-        give_way()
-    else:
-        recording.given_up = True
-
-
-class _GivesWay:
-    """What PyTorch calls when a profiler starts, after ours has ended in this thread: it would not start beside it."""
-
-    def __init__(self, start: Callable[[], None]) -> None:
-        self.start = start
-
-    def __call__(self) -> None:
-        give_way()
-        self.start()
-
-
+@functools.cache
 def _give_way_to_others() -> None:
-    """Once in a process: let other profilers start, and leave ours behind in processes that are forked."""
-    if not isinstance(torch_profiler._run_on_profiler_start, _GivesWay):
-        torch_profiler._run_on_profiler_start = _GivesWay(torch_profiler._run_on_profiler_start)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=give_way)
+    """Let other profilers start, and leave ours behind in forked processes. Once in a process."""
+    start = torch_profiler._run_on_profiler_start
+
+    def give_way_first() -> None:
+        give_way()
+        start()
+
+    torch_profiler._run_on_profiler_start = give_way_first
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=give_way)
 
 
 def _hooked(marks: _Marks) -> list[RemovableHandle]:
-    # one hook under one number in all modules: a compiler guards on both, and like modules go on sharing its code
+    # one hook under one number in all modules: a compiler guards on both, and like modules keep sharing its code
     handles = []
     for module in marks.index_of:
         before = module.register_forward_pre_hook(marks)
@@ -270,29 +256,30 @@ def _hooked(marks: _Marks) -> list[RemovableHandle]:
 
 
 class _Marks(TemporaryHook):
-    """Forward hook before and after layers that opens and closes a layer's range. In a copied model it is inert."""
+    """Forward hook before and after layers: open and close a layer's range. Inert in a copied model."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.index_of = weakref.WeakKeyDictionary({module: index for index, module in enumerate(modules)})
         self.open: defaultdict[tuple[int, int], list[record_function]] = defaultdict(list)
-        """Ranges by layer and thread: what records in one may evaluate in another."""
+        """Ranges by layer and thread: another thread may evaluate the model."""
 
     def __call__(self, module: nn.Module, args, *output) -> None:
         if is_traced():
             return
         index = self.index_of[module]
-        around = self.open[index, threading.get_ident()]
-        if output:
-            if around:
-                around.pop().__exit__(None, None, None)
-            return
-        range_ = record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}")
-        range_.__enter__()
-        around.append(range_)
+        ranges = self.open[index, threading.get_ident()]
+        if not output:
+            ranges.append(record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}"))
+            ranges[-1].__enter__()
+        elif ranges:
+            ranges.pop().__exit__(None, None, None)
+
+
+# Events
 
 
 class _Event:
-    """One operator, range or function of a profile, with the event that it happened in."""
+    """One operator, range or function of a profile, and the event around it."""
 
     __slots__ = ("name", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
@@ -304,7 +291,7 @@ class _Event:
 
 
 def _read_events(records: list[list]) -> list[_Event]:
-    """The profile's events with their parents, in order for each thread."""
+    """Return the profile's events with their parents, in order for each thread."""
     events, open_by_thread = [], defaultdict(dict)
     for record in itertools.chain.from_iterable(records):
         around: dict[int, _Event] = open_by_thread[record.thread_id()]  # by handle, the innermost last
@@ -317,77 +304,55 @@ def _read_events(records: list[list]) -> list[_Event]:
     return events
 
 
-def _read_mark(name: str) -> tuple[int, bool]:
-    return int(name.removeprefix(_MARK).removesuffix(_AGAIN)), name.endswith(_AGAIN)
-
-
-def _is_product(event: _Event) -> bool:
-    if event.name not in PRODUCTS and not _is_emulated_product(event):
-        return False
-    around = [parent.name for parent in _parents(event)]
-    # a compiler's mode answers the products of FP8 tensors itself; others run the operator of their subclass
-    answered = around[: around.index(_SUBCLASS)] if _SUBCLASS in around else around
-    return _MODE not in answered and PRODUCTS.isdisjoint(around)
-
-
-def _imitated_products(events: list[_Event]) -> set[_Event]:
-    """Those that a mode answered without a product: the modes of compilers do, for fake tensors."""
-    answered = {event.parent for event in events if event.name == _MODE}
-    made = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
-    return answered - made
-
-
-def _is_emulated_product(event: _Event) -> bool:
-    """A plain product made by an FP8 tensor subclass for its own product: TorchAO with `emulate=True`."""
-    subclass = event.parent if event.name == "aten::mm" else None
-    around = subclass.parent if subclass is not None and subclass.name == _SUBCLASS else None
-    return around is not None and around.name == "aten::mm"
-
-
-def _enclosing(event: _Event) -> tuple[_Event | None, _Event | None]:
-    """The nearest marked range or the nearest backward function around an event, whichever is nearer."""
-    for parent in _parents(event):
-        if parent.name.startswith(_MARK):
-            return parent, None
-        if parent.scope == _BACKWARD_FUNCTION:
-            return None, parent
-    return None, None
-
-
-def _layers_by_sequence_number(events: list[_Event]) -> dict[tuple[int, int], int]:
-    """The layers by (thread, sequence number) of the functions that their forwards made."""
-    layers = {}  # later ones win: a function without gradients shows a number that the next one with gradients takes
-    for event in events:
-        if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION:
-            range_, _ = _enclosing(event)
-            if range_ is not None:
-                layers[event.thread, event.sequence_nr] = _read_mark(range_.name)[0]
-    return layers
-
-
-def _compiled_functions(events: list[_Event]) -> dict[tuple[int, int], bool]:
-    """By (thread, sequence number) of the functions that forwards made: whether compiled code made them."""
-    numbered = (each for each in events if each.sequence_nr >= 0 and each.scope != _BACKWARD_FUNCTION)
-    return {
-        (event.thread, event.sequence_nr): _is_inside_compiled_code(event)
-        for event in numbered  # later ones win, as above
-        if not event.name.startswith(_ENGINE)
-    }
-
-
-def _is_compiled(product: _Event, backward: _Event | None, function_is_compiled: dict[tuple[int, int], bool]) -> bool:
-    """Whether compiled code made a product, or the forward whose backward function `backward` is."""
-    made = backward is not None and function_is_compiled.get((backward.forward_thread, backward.sequence_nr), False)
-    return made or _is_inside_compiled_code(product)
-
-
-def _is_inside_compiled_code(event: _Event) -> bool:
-    return any(parent.name.startswith(_COMPILED) for parent in _parents(event))
-
-
 def _parents(event: _Event) -> Iterator[_Event]:
     while (event := event.parent) is not None:
         yield event
+
+
+def _products(events: list[_Event]) -> list[_Event]:
+    """Return the products that ran: not the ones inside another, and not the ones that a compiler's dispatch mode
+    answered for fake tensors."""
+    multiplied = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
+    answered = {event.parent for event in events if event.name == _MODE} - multiplied
+    return [event for event in events if _is_product(event) and event not in answered]
+
+
+def _is_product(event: _Event) -> bool:
+    names = [parent.name for parent in _parents(event)]
+    # TorchAO with `emulate=True`: a plain product by an FP8 tensor subclass for its own product
+    emulated = event.name == "aten::mm" and names[:2] == [_SUBCLASS, "aten::mm"]
+    if not emulated and event.name not in PRODUCTS:
+        return False
+    # a compiler's mode answers products of FP8 tensors itself; other modes run the operator of their subclass
+    nearer = names[: names.index(_SUBCLASS)] if _SUBCLASS in names else names
+    return _MODE not in nearer and PRODUCTS.isdisjoint(names)
+
+
+def _place(event: _Event, creators: dict[tuple[int, int], int | None]) -> tuple[int | None, _Event | None]:
+    """Return an event's layer index, _OF_COMPILED_CODE or None, and the range or backward function around it."""
+    compiled = None
+    for parent in _parents(event):
+        if parent.name.startswith(_MARK):
+            return int(parent.name.removeprefix(_MARK).removesuffix(_AGAIN)), parent
+        if parent.scope == _BACKWARD_FUNCTION:
+            index = creators.get((parent.forward_thread, parent.sequence_nr))
+            return (compiled if index is None else index), parent
+        if parent.name.startswith(_COMPILED):
+            compiled = _OF_COMPILED_CODE
+    return compiled, None
+
+
+def _creators(events: list[_Event]) -> dict[tuple[int, int], int | None]:
+    """Map (thread, sequence number) of autograd's functions to the place of the forward that created them."""
+    # later events win: an operator without gradients shows the number of the next function
+    return {
+        (event.thread, event.sequence_nr): _place(event, {})[0]
+        for event in events
+        if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
+    }
+
+
+# Compiled code
 
 
 class _Shape(NamedTuple):
@@ -397,7 +362,7 @@ class _Shape(NamedTuple):
 
 
 def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:
-    """Share the products of compiled code out among the layers of each shape; whether any could be placed."""
+    """Share the products of compiled code out among the layers of each shape. Return True if any fits."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
         trains = layer.module.weight.requires_grad
@@ -415,7 +380,7 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
             candidates.append(gradients or fitting)
     totals: Counter = Counter()
     for fitting in sorted(filter(None, candidates), key=len):
-        # where two products look alike (as many tokens as features), the one that was seen less often
+        # of products that look alike (as many tokens as features), the one with fewer counts so far
         totals[min(fitting, key=lambda place: totals[place] / len(members[place[0]]))] += 1
     for (shape, kind), total in totals.items():
         share, rest = divmod(total, len(members[shape]))
@@ -425,14 +390,14 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
 
 
 def _fitting(shape: _Shape, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
-    """Which products of layers of a shape have operands of the sizes a [m, k] and b [k, n]."""
+    """List the kinds of products of a layer shape with operands of the sizes a [m, k] and b [k, n]."""
     n_in, n_out, kinds = shape
     if not in_backward:
         return [FPROP] if tuple(b) == (n_in, n_out) else []
     rows = tokens.get((n_in, n_out), ())
     fitting = []
     if WGRAD in kinds and (a[0], b[1]) == (n_out, n_in) and a[1] in rows:
-        fitting.append(WGRAD)  # before dgrad, which a compiler drops where the input needs no gradient
+        fitting.append(WGRAD)  # before dgrad, which a compiler drops if the input needs no gradient
     if DGRAD in kinds and tuple(b) == (n_out, n_in) and a[0] in rows:
         fitting.append(DGRAD)
     if not fitting and tuple(b) == (n_in, n_out) and a[0] in rows:

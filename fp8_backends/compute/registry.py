@@ -1,7 +1,7 @@
-"""From a backend's name to the `Compute` that runs it, and whether that can run here.
+"""Find the `Compute` for a backend's name, and ask it if it can run here.
 
-A backend is imported when it is first used. Third parties add one with `register_backend`, or with an entry point in
-the group `fp8_backends.backends`, whose value is a `Compute` subclass or a function that returns an instance:
+A backend is imported at its first use. Third parties add one with `register_backend`, or with an entry point in the
+group `fp8_backends.backends`: a `Compute` subclass, or a function that returns an instance:
 
     [options.entry_points]
     fp8_backends.backends =
@@ -33,18 +33,22 @@ BUILT_IN = {
 }
 ALIASES = {"transformer_engine": "te", "transformer-engine": "te", "torchao": "ao"}
 RESERVED = ("auto", "msamp", "ms-amp")
-"""Names with a meaning of their own in a backend string."""
+"""Words with another meaning in a backend string."""
 
 _factories: dict[str, Callable[[], Compute]] = {}
 _instances: dict[str, Compute] = {}
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
-    """Make `name` valid wherever a backend is named.
+    """Make `name` a valid backend.
 
-    `factory` is called once, without arguments, when the backend is first used: a `Compute` subclass, or a function
-    that returns an instance of one. Raises `RecipeError` for a name that a backend string cannot hold or that is
-    taken; `replace=True` replaces a backend, also a built-in one.
+    Args:
+        factory: a `Compute` subclass, or a function that returns an instance. It is called once, without arguments, at
+            the first use of the backend.
+        replace: replace an existing backend, also a built-in one.
+
+    Raises:
+        RecipeError: a name that is taken or does not fit into a backend string.
     """
     key = name.lower() if isinstance(name, str) else ""
     if not re.fullmatch(r"[a-z][a-z0-9_.-]{,99}", key):
@@ -62,20 +66,22 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
 
 
 def valid_names() -> list[str]:
-    """Every backend that a string may name: built in, registered, or found as an entry point."""
+    """Return the names of all backends: built in, registered, or found as entry points."""
     return list(dict.fromkeys([*BUILT_IN, *_factories, *_entry_points()]))
 
 
 def is_known(name: str) -> bool:
-    """Whether a string may name this backend. Entry points, which lie on disk, are read only for a name that is not
-    built in or registered."""
+    """Return True for the name of a backend. Entry points are read from disk only for a name that is not built in or
+    registered."""
     return name in BUILT_IN or name in _factories or name in _entry_points()
 
 
 def get_compute(name: str) -> Compute:
-    """The backend of that name, any case, aliases included. One instance a process: a backend holds no state.
+    """Return the backend with a name, in any case, aliases included. One instance a process: a backend has no state.
 
-    Raises `RecipeError` for an unknown name and `FP8BackendError` where a third party's backend fails to load.
+    Raises:
+        RecipeError: an unknown name.
+        FP8BackendError: a third party's backend fails to load.
     """
     key = ALIASES.get(name.lower(), name.lower())
     if key not in _instances:
@@ -84,14 +90,15 @@ def get_compute(name: str) -> Compute:
 
 
 def available_backends() -> dict[str, Availability]:
-    """What can run on this machine, by backend. Imports no backend's library."""
+    """Return by backend if it can run on this machine. Imports no backend's library."""
     return {name: _availability(name) for name in valid_names()}
 
 
 def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
-    """What `auto` means here, and why: `te` on a GPU with FP8 products where it can run, else what is proven there.
+    """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a backend proven there.
 
-    fits: whether a backend can honour the fields that were given, asked of `ao`; where it cannot, `native` has them.
+    Args:
+        fits: returns True if `ao` honours the given fields; otherwise `native` does.
     """
     chip = hardware.chip()
     if not chip.fp8:
@@ -101,24 +108,14 @@ def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
 
 
 def check_available(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError`, with the fix, where this valid recipe cannot run on this machine."""
+    """Raise `BackendUnavailableError`, with the fix, if this valid recipe cannot run on this machine."""
     availability = get_compute(recipe.compute).availability()
     if not availability:
         raise BackendUnavailableError(f"{recipe.name} cannot run here: {availability.reason}. Fix: {availability.fix}")
 
 
-def scalings_of(name: str) -> tuple[str, ...]:
-    """The scaling rules that a string may name after this backend."""
-    return get_compute(name).scalings
-
-
-def levels_of(name: str) -> tuple[str, ...]:
-    """The levels that go with this backend."""
-    return get_compute(name).levels
-
-
 def unknown_backend(word: str) -> RecipeError:
-    """The error for a name that no backend has."""
+    """Return the error for an unknown name."""
     if word.strip().lower() in ("off", "no", "none", "false", "bf16", "fp16", "fp32"):
         without = 'Accelerator(mixed_precision="bf16"), or "fp16" or "no", and no FP8 recipe'
         return RecipeError(f"backend {shown(word)} names no FP8: to train without it, write {without}")
@@ -131,10 +128,9 @@ def unknown_backend(word: str) -> RecipeError:
 
 
 def _known_scalings(name: str) -> tuple[str, ...]:
-    """`scalings_of` for an error message, which a third party's backend that does not load must not hide."""
     try:
-        return scalings_of(name)
-    except FP8BackendError:
+        return get_compute(name).scalings
+    except FP8BackendError:  # a third party's: the message at hand matters more
         return ("?",)
 
 
@@ -158,7 +154,7 @@ def _load(key: str) -> Compute:
 
 
 def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
-    """What a third party's factory makes. Raises `FP8BackendError` where that is no backend that can be named."""
+    """Call a third party's factory. Raises `FP8BackendError` unless it returns a valid backend."""
     try:
         compute = factory()
     except FP8BackendError:
@@ -177,8 +173,8 @@ def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
     return compute
 
 
-def _are_words(found: object) -> bool:
-    return isinstance(found, (tuple, list)) and bool(found) and all(isinstance(each, str) for each in found)
+def _are_words(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(word, str) for word in value)
 
 
 def _availability(name: str) -> Availability:
@@ -189,5 +185,5 @@ def _availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Entry points by name in lower case. Built-in and registered names come before them (`_load`)."""
+    """Return entry points by name in lower case. Built-in and registered names precede them (`_load`)."""
     return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}

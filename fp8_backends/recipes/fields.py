@@ -38,7 +38,7 @@ from ..compute.fields import (
     word,
 )
 from ..compute.interface import Compute
-from ..compute.torchao.fields import float8_config, scaling_of
+from ..compute.torchao import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
 

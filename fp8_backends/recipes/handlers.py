@@ -310,7 +310,7 @@ def refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> Recip
     """Why this backend, called `name`, does not go with its level or does not read one of these fields, or None."""
     compute = registry.get_compute(backend.compute)
     if backend.level not in compute.levels:
-        others = ", ".join(other for other in registry.BUILT_IN if len(registry.levels_of(other)) > 1)
+        others = ", ".join(other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1)
         return RecipeError(
             f"{name}: {backend.compute} goes with {', '.join(compute.levels)} only, its weights stay as they are; "
             f"backends that go with msamp: {others}"

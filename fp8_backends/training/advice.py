@@ -322,7 +322,7 @@ class _Search:
         """The other scaling rules of the backend that run here, as long as trials are left."""
         given = self.given.recipe
         known = {finding.rule for finding in validate(given)}
-        for scaling in registry.scalings_of(given.compute):
+        for scaling in registry.get_compute(given.compute).scalings:
             if scaling == given.scaling or not self.left:
                 continue
             try:

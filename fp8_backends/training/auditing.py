@@ -44,7 +44,7 @@ class Audit:
     """The backend string of the prepared model (several, joined by a comma, where parts were prepared apart)."""
     products: dict[str, dict[str, int]] = field(default_factory=dict)
     """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
-    checkpointing). Since `prepare` for a backend that counts; of one profiled step for one that cannot (`ao`, `te`)."""
+    checkpointing). Since `prepare` for a backend that counts; of one profiled step for one that cannot (`ao`)."""
     engine: dict[str, str] = field(default_factory=dict)
     """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`,
     `ao`."""

@@ -1,6 +1,6 @@
 """The proof that FP8 ran, made at the first optimizer step.
 
-A backend that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
+A backend that counts its products is asked for its counts. For one that cannot count (`ao`), the first training
 step is profiled: from the first forward with gradients to the optimizer step. Where any of it is compiled, or another
 profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from optimizer step to
 optimizer step. A step that an exception ended begins anew.
@@ -22,7 +22,7 @@ from torch import nn
 from .. import words
 from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
-from ..compute.profiling import foreign_profiler_runs, give_way
+from ..compute.profiling import ProductProfile, foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
 from ..numerics.modules import TemporaryHook, is_traced, plain_name
@@ -38,7 +38,6 @@ from .flops import count_flops
 from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
-    from ..compute.profiling import ProductProfile
     from ..recipes.handlers import Recipe
     from .conversion import Prepared
 
@@ -221,7 +220,7 @@ class FirstStep:
         compiled."""
         if self.waits:
             return False
-        profile = self.compute.profile(self.layers)
+        profile = ProductProfile(self.layers)
         if profile.start(begun):
             self.profile = profile
         return self.profile is not None

@@ -1,4 +1,4 @@
-"""The operator of PyTorch that TorchAO calls, on a CPU where PyTorch's own kernel is of no use."""
+"""The operator of PyTorch that TorchAO calls, on a CPU whose kernel for it is of no use."""
 
 import pytest
 import torch
@@ -6,21 +6,21 @@ from torch import nn
 
 from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
-from fp8_backends.compute.torchao import cpu_scaled_mm
+from fp8_backends.compute.torchao.backend import mend_cpu_product, restore_cpu_product
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import cpu_casts
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A CPU that needs it, and the products of codes that are made since."""
-    cpu_scaled_mm.restore()  # on such a CPU an earlier test needed it
-    made = []
+    """Act as a CPU that needs another kernel, and return its products since."""
+    restore_cpu_product()  # on such a CPU an earlier test needed it
+    calls = []
     product = cpu_casts.product
-    monkeypatch.setattr(cpu_casts, "product", lambda *args: made.append(args[0].shape) or product(*args))
+    monkeypatch.setattr(cpu_casts, "product", lambda *args: calls.append(args[0].shape) or product(*args))
     monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
-    yield made
-    cpu_scaled_mm.restore()
+    yield calls
+    restore_cpu_product()
 
 
 def operands(rowwise, a_format=E4M3):
@@ -32,7 +32,7 @@ def operands(rowwise, a_format=E4M3):
 
 
 def own_kernel(*args, **kwargs):
-    """PyTorch's product without oneDNN, which is what every other CPU takes."""
+    """Multiply by PyTorch without oneDNN, as on every other CPU."""
     with torch.backends.mkldnn.flags(enabled=False):
         return torch._scaled_mm(*args, **kwargs)
 
@@ -40,13 +40,12 @@ def own_kernel(*args, **kwargs):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("a_format", [E4M3, E5M2])
-def test_it_is_what_pytorch_computes_on_other_cpus(a_format, out_dtype, bias, calls):
-    """Scales that are powers of two round nothing, wherever they are multiplied in: the order of sums is left, and
-    after it one rounding."""
+def test_products_are_pytorchs_on_other_cpus(a_format, out_dtype, bias, calls):
+    """Scales that are powers of two round nothing: products differ by the order of sums and one rounding."""
     a, b, *scales = operands(False, a_format)
     options = {"bias": torch.randn(48) if bias else None, "out_dtype": out_dtype}
     expected = own_kernel(a, b, *scales, **options).float()
-    cpu_scaled_mm.mend()
+    mend_cpu_product()
     ours = torch._scaled_mm(a, b, *scales, **options)
     assert calls == [a.shape] and ours.dtype == (out_dtype or a.dtype)
     step = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-18, E4M3.dtype: 2.0**-3, E5M2.dtype: 2.0**-2}[ours.dtype]
@@ -55,7 +54,7 @@ def test_it_is_what_pytorch_computes_on_other_cpus(a_format, out_dtype, bias, ca
 
 def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
     a, b, scale_a, scale_b = operands(True)
-    cpu_scaled_mm.mend()
+    mend_cpu_product()
     exact = (a.double() * scale_a) @ (b.double() * scale_b)
     with torch.autocast("cpu", torch.bfloat16):
         ours = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
@@ -79,22 +78,14 @@ def test_ao_trains_by_it_and_its_products_are_proven(calls, compiled):
     assert set(audit(model).engine.values()) == {"ao"}
 
 
-def test_where_pytorchs_own_is_good_and_for_other_backends_nothing_is_touched(monkeypatch):
-    cpu_scaled_mm.restore()
-    monkeypatch.setattr(cpu_casts, "product", None)  # nothing may call it
+def test_other_cpus_and_other_backends_keep_pytorchs_kernel(calls, monkeypatch):
     a, b, *scales = operands(False)
-    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: True)
-    prepare(nn.Sequential(nn.Linear(64, 64)), None, "ao:tensorwise")
-    own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
-    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
-    prepare(nn.Sequential(nn.Linear(64, 64)), None, "native:dynamic")
-    own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
-
-
-def test_it_can_be_taken_back(calls):
-    a, b, *scales = operands(False)
-    cpu_scaled_mm.mend()
-    cpu_scaled_mm.mend()
-    cpu_scaled_mm.restore()
+    for useful, spec in ((True, "ao:tensorwise"), (False, "native:dynamic")):
+        monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda useful=useful: useful)
+        prepare(nn.Sequential(nn.Linear(64, 64)), None, spec)
+        own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
+    mend_cpu_product()
+    mend_cpu_product()
+    restore_cpu_product()
     own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
     assert not calls

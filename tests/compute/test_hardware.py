@@ -1,4 +1,4 @@
-"""What this machine can do, and what is said about machines that the tests do not have."""
+"""This machine's devices and products, and pretended machines'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from fp8_backends.compute import hardware
 from fp8_backends.compute.chips import EMULATED, FP8, REFUSED, cell_of
-from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.products import engine_for
 from fp8_backends.compute.te.backend import TransformerEngineCompute
 from fp8_backends.compute.torchao.backend import TorchAOCompute
@@ -22,13 +21,13 @@ from fp8_backends.compute.torchao.backend import TorchAOCompute
 def gpus(monkeypatch):
     """Pretend that the process sees these GPUs, by CUDA capability or AMD's architecture."""
 
-    def pretend(*found, cuda="13.0"):
-        is_amd = any(isinstance(gpu, str) for gpu in found)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 4) if is_amd else found[at(index)])
+    def pretend(*seen, cuda="13.0"):
+        is_amd = any(isinstance(gpu, str) for gpu in seen)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 4) if is_amd else seen[at(index)])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "pretended")
-        properties = [SimpleNamespace(gcnArchName=gpu) for gpu in found]
+        properties = [SimpleNamespace(gcnArchName=gpu) for gpu in seen]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: properties[at(index)])
         monkeypatch.setattr(torch.version, "hip", "7.0" if is_amd else None)
         monkeypatch.setattr(torch.version, "cuda", None if is_amd else cuda)
@@ -40,23 +39,18 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "products"),
-    [((), False), (((8, 0),), False), (((8, 9),), True), (((9, 0), (9, 0)), True), (((9, 0), (8, 0)), False)],
+    ("visible", "products"),
+    [
+        *[((), False), (((8, 0),), False), (((8, 9),), True), (((9, 0), (9, 0)), True), (((9, 0), (8, 0)), False)],
+        *[(("gfx942:sramecc+",), True), (("gfx950",), True), (("gfx950", "gfx90a"), False)],
+    ],
 )
-def test_fp8_products_need_8_9_on_every_visible_gpu(gpus, found, products):
-    """Accelerate asks nvidia-smi for the first GPU of the machine, visible or not."""
-    gpus(*found)
+def test_fp8_products_need_matrix_units_in_every_visible_gpu(gpus, visible, products):
+    """AMD's are told by architecture: their capability numbers have another meaning."""
+    gpus(*visible)
     assert hardware.fp8_products() is products
-    assert hardware.lowest_capability() == min(found, default=None)
-
-
-@pytest.mark.parametrize(("architecture", "products"), [("gfx942:sramecc+", True), ("gfx950", True), ("gfx90a", False)])
-def test_rocm_is_judged_by_architecture_not_by_capability(gpus, architecture, products):
-    gpus(architecture)
-    assert hardware.fp8_products() is products
-    assert hardware.lowest_capability() is None
-    gpus("gfx950", architecture)
-    assert hardware.fp8_products() is products, "the least of them decides"
+    capabilities = [gpu for gpu in visible if isinstance(gpu, tuple)]
+    assert hardware.describe()["capability"] == min(capabilities, default=None)
 
 
 NATIVE = {
@@ -76,7 +70,7 @@ NATIVE = {
 
 
 @pytest.mark.parametrize(("gpu", "cuda"), NATIVE)
-def test_native_multiplies_in_fp8_where_the_gpu_has_the_products(gpu, cuda, gpus):
+def test_native_uses_the_fp8_products_of_the_gpu(gpu, cuda, gpus):
     gpus(gpu, cuda=cuda)
     device, bf16 = torch.device("cuda", 0), torch.bfloat16
     engines = tuple(engine_for(device, bf16, scaling) for scaling in ("dynamic", "blockwise", "mxfp8"))
@@ -90,7 +84,7 @@ def test_native_multiplies_in_fp8_where_the_gpu_has_the_products(gpu, cuda, gpus
         *[("gfx90a", REFUSED, EMULATED), ("gfx942", REFUSED, FP8), ("gfx950", REFUSED, FP8)],
     ],
 )
-def test_the_table_says_what_the_libraries_do(gpu, te, ao, gpus, monkeypatch):
+def test_the_table_agrees_with_the_libraries(gpu, te, ao, gpus, monkeypatch):
     gpus(gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("fp8_backends.compute.hardware.version", lambda name: "2.20.2")
@@ -159,16 +153,12 @@ def test_fast_autocast_is_to_bf16_or_none(monkeypatch):
 
 def test_describe_names_device_and_versions(gpus):
     gpus((9, 0), (8, 9))
-    described = hardware.describe()
-    assert (described.device, described.gpus, described.capability) == ("pretended", 2, (8, 9))
-    assert described.fp8_products
-    assert described.versions["torch"] == importlib.metadata.version("torch")
+    machine = hardware.describe()
+    assert [machine[key] for key in ("device", "gpus", "capability", "fp8_products")] == ["pretended", 2, (8, 9), True]
+    assert machine["versions"]["torch"] == importlib.metadata.version("torch")
     gpus()
-    described = hardware.describe()
-    assert described.device and described.gpus == 0 and not described.fp8_products
-
-
-def test_missing_library_has_no_version():
+    machine = hardware.describe()
+    assert machine["device"] and machine["gpus"] == 0 and not machine["fp8_products"]
     assert hardware.version("no-such-distribution-here") is None
 
 
@@ -178,8 +168,3 @@ def test_describe_imports_no_library():
         "assert not {'torchao', 'transformers', 'transformer_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
-
-
-def test_availability_is_true_where_the_backend_runs():
-    assert Availability(True, "on cpu")
-    assert not Availability(False, "not installed", "pip install it")

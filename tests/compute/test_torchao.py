@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8_backends.compute.torchao import backend as ao
-from fp8_backends.compute.torchao import cpu_scaled_mm
+from fp8_backends.compute.torchao.backend import mend_cpu_product
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.training import preparation
@@ -70,7 +70,7 @@ def adamw(model):
 
 def raw_torchao(model, scaling, cast_inputs=False):
     """What a user of TorchAO writes by hand, with the operator that products on this CPU need."""
-    cpu_scaled_mm.mend()
+    mend_cpu_product()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(scaling)

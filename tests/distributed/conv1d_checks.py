@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.compute.torchao.shards import AOWeight
+from fp8_backends.compute.torchao.linear import AOWeight
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.recipes.handlers import AORecipeKwargs

@@ -57,7 +57,7 @@ def differs_between_ranks(tensor: torch.Tensor) -> bool:
 
 def assert_every_product(made: nn.Module) -> None:
     for name, counts in fp8_backends.audit(made).products.items():
-        assert counts["fprop"] == counts["wgrad"] == 1, (name, counts)
+        assert counts["fprop"] == counts["wgrad"] > 0, (name, counts)
 
 
 def sharded(made: nn.Module) -> nn.Module:
@@ -145,7 +145,7 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process():
             if isinstance(gradient, ScaledTensor):
                 continue  # a rank's has a scale of its own
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4)
-    with pytest.raises(FP8BackendError, match="largest amax of what are other experts on each rank"):
+    with pytest.raises(FP8BackendError, match="mix the amaxes of different experts"):
         expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
 
 

@@ -40,40 +40,34 @@ def prepared(model: nn.Module, spec: str = "native:dynamic", **fields):
     return fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend=spec, **fields))
 
 
-def pair(n_in: int, n_out: int) -> tuple[Conv1D, nn.Linear]:
-    torch.manual_seed(0)
-    module = conv(n_in, n_out)
-    return module, linear_twin(module)
-
-
 # One layer
 
+HIGH_PRECISION = [(True, False, False), (False, True, False), (False, False, True)]
 
-def assert_twins(n_in: int, n_out: int, spec: str, **fields) -> None:
-    """Everything that a step computes is the same, and the Parameter's gradient lies as the Parameter does."""
-    module, linear = pair(n_in, n_out)
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "fields"),
+    [
+        *[((160, 256), spec, {}) for spec in (*NATIVE, *AO)],
+        *[((20, 37), spec, {}) for spec in NATIVE],  # padded
+        *[
+            ((32, 48), spec, {"override_linear_precision": high})
+            for spec in ("native:dynamic", "native:rowwise", "native:blockwise")
+            for high in HIGH_PRECISION
+        ],
+    ],
+)
+def test_products_are_those_of_a_linear_to_the_bit(sizes, spec, fields):
+    """The gradient has the layout of the Parameter."""
+    torch.manual_seed(0)
+    module = conv(*sizes)
+    linear = linear_twin(module)
     convert(module, spec, **fields)
     convert(linear, spec, **fields)
     for of_conv, of_linear in zip(results_of_steps(module), results_of_steps(linear), strict=True):
         assert torch.equal(of_conv, of_linear)
-    module(torch.randn(2, n_in)).sum().backward()
-    assert module.weight.grad.shape == (n_in, n_out) and module.weight.grad.is_contiguous()
-
-
-@pytest.mark.parametrize("spec", [*NATIVE, *AO])
-def test_products_are_those_of_a_linear_to_the_bit(spec):
-    assert_twins(160, 256, spec)
-
-
-@pytest.mark.parametrize("spec", NATIVE)
-def test_sizes_that_are_padded(spec):
-    assert_twins(20, 37, spec)
-
-
-@pytest.mark.parametrize("spec", ["native:dynamic", "native:rowwise", "native:blockwise"])
-def test_products_in_high_precision(spec):
-    for high in ((True, False, False), (False, True, False), (False, False, True)):
-        assert_twins(32, 48, spec, override_linear_precision=high)
+    module(torch.randn(2, sizes[0])).sum().backward()
+    assert module.weight.grad.shape == sizes and module.weight.grad.is_contiguous()
 
 
 def test_the_layer_stays_a_conv1d_on_its_own_parameters():
@@ -91,20 +85,15 @@ def test_the_layer_stays_a_conv1d_on_its_own_parameters():
     assert type(module) is Conv1D and set(module.__dict__) == attributes and module.weight is weight
 
 
-def test_evaluation_is_that_of_the_plain_layer():
-    module, x = conv(32, 96).eval(), torch.randn(4, 32)
-    plain = module(x)
-    convert(module)
-    assert torch.equal(module(x), plain)
-
-
-def test_without_tokens_and_with_wrong_sizes():
+def test_evaluation_empty_inputs_and_wrong_sizes():
     for spec in ("native:dynamic", "ao:tensorwise"):
-        module = conv(32, 96)
+        module, x = conv(32, 96), torch.randn(4, 32)
+        plain = module(x)
         convert(module, spec)
         assert module(torch.empty(0, 32)).shape == (0, 96)
         with pytest.raises(ValueError, match="32 input features got an input of shape"):
             module(torch.randn(4, 96))
+        assert torch.equal(module.eval()(x), plain) == (spec != "ao:tensorwise")
 
 
 class Own(Conv1D):
@@ -148,18 +137,14 @@ def test_what_cannot_be_converted_says_why(reason):
         convert(nn.Sequential(OBSTACLES[reason]()))
 
 
-def test_a_backend_without_products_for_it_leaves_it_in_high_precision():
-    class LinearAlone(NativeCompute):
+def test_layers_without_products_stay_in_high_precision():
+    class LinearOnly(NativeCompute):
         takes_conv1d = False
 
-    model = nn.Sequential(conv(32, 32), nn.Linear(32, 32))
-    report = convert(model, compute=LinearAlone()).report
-    assert report.converted == ["1"]
-    assert "native has no products for it" in report.high_precision["0"]
-
-
-def test_ao_leaves_out_sizes_that_torchao_cannot_pad():
-    assert "not multiples of 16" in convert(nn.Sequential(conv(20, 32), conv(32, 32)), "ao").report.high_precision["0"]
+    report = convert(nn.Sequential(conv(32, 32), nn.Linear(32, 32)), compute=LinearOnly()).report
+    assert report.converted == ["1"] and "native has no products for it" in report.high_precision["0"]
+    report = convert(nn.Sequential(conv(20, 32), conv(32, 32)), "ao").report
+    assert report.converted == ["1"] and "not multiples of 16" in report.high_precision["0"]
 
 
 def test_tied_layers_stay_tied():

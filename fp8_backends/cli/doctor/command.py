@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Return devices, versions, backends, what their tests found, this chip's products and the precision that is
     recommended, as plain values."""
-    described = asdict(hardware.describe())
+    described = hardware.describe()
     own = {"fp8-backends": __version__, "python": platform.python_version()}
     own |= {"CUDA of torch": torch.version.cuda} if torch.version.cuda else {}
     own |= {"ROCm of torch": torch.version.hip} if torch.version.hip else {}
@@ -148,7 +148,7 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
             if cell is None or cell.state_with(cuda) != chips.REFUSED:
                 names.append(f"{name}:{scaling}")
         prefix = "" if name == "native" else f"{name}+"
-        names += [f"{prefix}msamp:{level}" for level in LEVELS if level in registry.levels_of(name)]
+        names += [f"{prefix}msamp:{level}" for level in LEVELS if level in registry.get_compute(name).levels]
     return names
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -49,9 +48,6 @@ from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
 from .ledger import Ledger, SharedCodes, with_noted_amaxes
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .tensor_parallel import Cut, cut_obstacle
-
-if TYPE_CHECKING:
-    from .conv1d import FP8Conv1D
 
 logger = logging.getLogger("fp8_backends")
 
@@ -88,8 +84,8 @@ class NativeCompute(Compute):
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         return _around(linear, carrier, recipe, shared)
 
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: SharedCodes) -> FP8Conv1D:
-        from .conv1d import FP8Conv1D
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: SharedCodes) -> FP8Products:
+        from .linear import FP8Conv1D
 
         with torch.device("meta"):
             carrier = FP8Conv1D(conv.nf, conv.nx)

@@ -1,7 +1,8 @@
-"""`FP8Linear`, a layer of `native`, and the autograd function of its three products. `FP8Products` is shared with
-`conv1d.FP8Conv1D`."""
+"""Define `FP8Linear`, a layer of `native`, and the autograd function of its products; `FP8Conv1D` shares both."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -28,6 +29,7 @@ from ...numerics.scaling import (
 )
 from ...numerics.sharded_tensor import is_distributed
 from ...numerics.statistics import Cast, in_blocks
+from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
@@ -60,6 +62,10 @@ class FP8Products(KeepsLedger):
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+
+    @property
+    def rule_in_words(self) -> str:
+        return repr(self.fp8_rule)
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_cut: Cut | None = None
@@ -232,6 +238,13 @@ class FP8Linear(FP8Products, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
+
+
+def __getattr__(name: str) -> Any:
+    """Make `FP8Conv1D` at its first use, which may unpickle it: it imports transformers."""
+    if name == "FP8Conv1D":
+        return conv1d_form(FP8Products, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class LinearFunction(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""The parts of the `te` backend. Most import TransformerEngine, so they are imported only where it is used."""
+"""The `te` backend. Most of its files import TransformerEngine, and are imported only when it is used."""

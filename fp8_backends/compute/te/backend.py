@@ -1,9 +1,9 @@
-"""The `te` backend: NVIDIA's TransformerEngine, on the Parameters that the model already has.
+"""The `te` backend: NVIDIA's TransformerEngine on the model's own Parameters.
 
-TransformerEngine keeps a global state: FP8 is on inside its `autocast`, at whose end the delayed scales are updated.
-This module enters it around the forward of the prepared root, so that stock training loops need to know nothing of it,
-and adds what keeps `te.Linear` from failing: rows are padded, recomputation sees the scales of the forward that it
-repeats, evaluation changes none, and checkpoints hold plain tensors.
+TransformerEngine runs in FP8 inside its global `autocast`, and updates the delayed scales at its end. This backend
+enters it around the forward of the prepared root, so that stock training loops need not, and mends the weak points of
+`te.Linear`: rows are padded, recomputation uses the scales of the original forward, evaluation changes no scale, and
+checkpoints hold plain tensors.
 
 `native:delayed` follows TransformerEngine's rule of delayed scaling on any device, with the same fields.
 """
@@ -35,20 +35,17 @@ from ...numerics.scaling import (
 from ...numerics.sharded_tensor import is_distributed, local_part
 from ...numerics.statistics import Cast, in_blocks
 from .. import chips, expert_functions, hardware
-from ..counts import WGRAD
+from ..counts import WGRAD, ProductCounts
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Norm, Recipe, check_saved_states
-from ..profiling import Layer
 
 if TYPE_CHECKING:
-    from .conv1d import TEConv1D
     from .experts import TEExperts, TEExpertWeight
-    from .linear import TELinear, TEProducts
-    from .profile import TEProductProfile
-    from .region import ModelState
+    from .layer import ModelState
+    from .linear import TEProducts
 
 REINSTALL = (
     "reinstall TransformerEngine for this PyTorch and CUDA, as "
@@ -57,7 +54,7 @@ REINSTALL = (
 _INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
 
 _BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
-"""Of activations and gradients, and of weights."""
+"""Block shapes of activations and gradients, and of weights."""
 
 
 class TransformerEngineCompute(Compute):
@@ -85,7 +82,7 @@ class TransformerEngineCompute(Compute):
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
                 f"{chips.INSTALL_TE}, or {_INSTEAD}",
             )
-        if "transformer_engine.pytorch" in sys.modules:  # which knows the versions of driver and libraries
+        if "transformer_engine.pytorch" in sys.modules:  # it checks the versions of driver and libraries
             from .recipes import device_support
 
             supported, reason = device_support("delayed")
@@ -99,17 +96,17 @@ class TransformerEngineCompute(Compute):
         return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
 
     def check(self, recipe: Recipe) -> None:
-        """TransformerEngine accepts fields of its older recipes and ignores them; here that is an error, but for a
-        weight gradient in high precision, which `linear.PlainWgrad` makes."""
+        """Refuse fields that TransformerEngine accepts and ignores, except a weight gradient in high precision
+        (`linear.PlainWgrad`)."""
         if recipe.interval != 1:
             raise RecipeError(
-                f"interval={recipe.interval}: TransformerEngine reads it no more since version 2.4; "
+                f"interval={recipe.interval}: TransformerEngine ignores it since version 2.4; "
                 "leave it out, or use native:delayed, which honours it"
             )
         if any(recipe.override_linear_precision[:2]):
             raise RecipeError(
                 f"override_linear_precision={recipe.override_linear_precision}: with te only wgrad can be in high "
-                f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
+                f"precision, (False, False, True): TransformerEngine itself ignores the field since version 2.1. "
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
 
@@ -120,9 +117,7 @@ class TransformerEngineCompute(Compute):
         if reason := expert_functions.unfit(experts, part, recipe.fp8_params):
             return reason
         if is_expert_parallel(experts) and recipe.scaling == "delayed":
-            return (
-                "expert parallel: TransformerEngine would take the largest amax of what are other experts on each rank"
-            )
+            return "expert parallel: TransformerEngine would mix the amaxes of different experts over the ranks"
         _, out_features, in_features = sizes_of(experts, part)
         return _unaligned(in_features, out_features, recipe)
 
@@ -134,21 +129,24 @@ class TransformerEngineCompute(Compute):
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> ModelState:
         load()
+        from .layer import ModelState
         from .recipes import check_device, check_version
-        from .region import ModelState
 
         if recipe.level != "O0":
             check_version(recipe.name, instead=f"te:{recipe.scaling}")
         check_device(recipe)
         return ModelState(recipe)
 
-    def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TEProducts:
         from .linear import TELinear
 
-        return _checked(TELinear.around(linear, linear.in_features, linear.out_features, shared), recipe)
+        carrier = TELinear.around(linear, linear.in_features, linear.out_features, shared)
+        if recipe.fp8_params:
+            check(carrier)
+        return carrier
 
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEConv1D:
-        from .conv1d import TEConv1D
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEProducts:
+        from .linear import TEConv1D
         from .recipes import check_version
 
         check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
@@ -159,7 +157,9 @@ class TransformerEngineCompute(Compute):
             )
         carrier = TEConv1D.around(conv, conv.nx, conv.nf, shared)
         carrier.nx, carrier.nf = conv.nx, conv.nf
-        return _checked(carrier, recipe)
+        if recipe.fp8_params:
+            check(carrier)
+        return carrier
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
         from .experts import build
@@ -169,7 +169,7 @@ class TransformerEngineCompute(Compute):
         return build(experts, parts, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
-        from .region import AroundRoot
+        from .layer import AroundRoot
 
         around = AroundRoot(shared)
         root.register_forward_pre_hook(around.before)
@@ -192,40 +192,38 @@ class TransformerEngineCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "te"
 
-    def profile(self, layers: list[Layer]) -> TEProductProfile:
-        from .profile import TEProductProfile
-
-        return TEProductProfile(layers)
+    def products(self, module: TEProducts | TEExpertWeight) -> ProductCounts:
+        return module.te_counts
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()
 
     def transient_bytes_per_element(self, module: TEProducts | TEExpertWeight) -> float:
-        # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
+        # the weight's codes, kept from forward to backward, and their transposed copy for dgrad
         from .recipes import transposed_copies
         from .weights import ONE_SCALE
 
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
         one_scale, is_its_codes = recipe.scaling in ONE_SCALE, _is_its_codes(weight, recipe)
-        if recipe.fp8_params:  # the weight itself, but for a transposed one without a transposed copy
+        if recipe.fp8_params:  # products read the weight itself, or a copy if it lies the other way round
             return float(module.transposed_weight and one_scale and not transposed_copies())
         if module.te_fsdp2 and not scaled:
-            return 0.0  # made anew in backward
+            return 0.0  # recreated in backward
         if is_its_codes and module.transposed_weight:
-            return 1.0  # the codes of fprop; the weight itself is what dgrad multiplies
+            return 1.0  # the codes for fprop; dgrad multiplies the weight itself
         return float(not is_its_codes) + float(not one_scale or transposed_copies())
 
     def weight_codes(self, module: TEProducts | TEExpertWeight) -> Quantized | None:
         if isinstance(module, ExpertWeight):
             return None
         weight = module.matrix
-        is_known = _is_its_codes(weight, module.te_state.recipe)
-        return Quantized(weight._data, weight._scale_inv) if is_known else None
+        has_codes = _is_its_codes(weight, module.te_state.recipe)
+        return Quantized(weight._data, weight._scale_inv) if has_codes else None
 
     def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast by the equal rules of `numerics.scaling`, and by TransformerEngine's own scales if they are
-        delayed. None for a weight that is sharded, or stored in a form that is multiplied without a cast."""
+        """Return the cast by the equal rules of `numerics.scaling`, or by TransformerEngine's own delayed scales. None
+        for a weight that is sharded, or multiplied without a cast."""
         recipe = module.te_state.recipe
         if isinstance(module, ExpertWeight) or not (module.training or recipe.use_autocast_during_eval):
             return None
@@ -262,21 +260,13 @@ class TransformerEngineCompute(Compute):
         check_saved_states(self.scaling_state(root), state, check_numbers)
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        self.check_scaling_state(root, state)
         for name, layer in self.converted_layers(root).items():
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
 
 
-def _checked(carrier: TEProducts, recipe: Recipe) -> TEProducts:
-    """The carrier. Raises `RecipeError` where its weight shall be frozen in FP8 and cannot."""
-    if recipe.fp8_params:
-        check(carrier)
-    return carrier
-
-
 def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
-    """Why matrices of these sizes cannot be multiplied, or None."""
+    """Return the reason against matrices of these sizes, or None."""
     alignment = 32 if recipe.scaling == "mxfp8" else 16
     if in_features % alignment or out_features % alignment:
         sizes = f"{in_features} -> {out_features}"
@@ -285,7 +275,7 @@ def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | Non
 
 
 def load() -> Any:
-    """TransformerEngine's PyTorch module, imported.
+    """Import TransformerEngine's PyTorch module.
 
     Raises:
         BackendUnavailableError: it does not load, with the reason and the fix.
@@ -299,7 +289,7 @@ def load() -> Any:
 
 
 def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
-    """Whether TransformerEngine multiplies what this weight is stored as (`weights.for_te`)."""
+    """Return True if TransformerEngine multiplies the stored data without a cast (`weights.for_te`)."""
     from .weights import ONE_SCALE
 
     is_scaled = isinstance(weight, ScaledTensor)
@@ -307,7 +297,7 @@ def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
 
 
 def _has_compiled_part() -> bool:
-    """Looked up, not loaded: whether TransformerEngine's extension for PyTorch is there at all."""
+    """Look for TransformerEngine's extension for PyTorch, without loading it."""
     name = "transformer_engine_torch"
     if name in sys.modules or hardware.version("transformer-engine-torch") or importlib.util.find_spec(name):
         return True

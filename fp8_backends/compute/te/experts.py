@@ -1,10 +1,10 @@
-"""The experts of a mixture with `te`: the products of `te.GroupedLinear` on the 3-D Parameters that a model has.
+"""The experts of a mixture in `te`: the products of `te.GroupedLinear` on the model's 3-D Parameters.
 
-Tokens are sorted by expert, and those of each are padded with rows of zeros. Every expert has quantizers of its own, so
-its numbers are those of a `TELinear` with its weight and bias that gets its tokens. Under expert parallelism a rank has
-those of its own experts.
+Tokens are sorted by expert, and each expert's tokens are padded with rows of zeros. Every expert has its own
+quantizers, so its numbers are equal to a `TELinear` with its weight, bias and tokens. Under expert parallelism a rank
+multiplies its own experts.
 
-Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
+Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import nn
 from ...numerics.scaled_tensor import ScaledTensor
 from ..expert_functions import ExpertWeight, ExpertWeights, own_experts, own_part, sizes_of
 from . import weights
-from .layer import RUNTIME, TELayer
+from .layer import ModelState, TELayer
 from .linear import PlainWgrad
-from .region import ModelState
 
 
 def build(experts: nn.Module, parts: list[str], state: ModelState) -> TEExperts:
-    """What stands for these weights of an experts module."""
+    """Return the FP8 form of these weights of an experts module."""
     built = TEExperts()
     for part in parts:
         built[part] = TEExpertWeight(experts, part, state)
@@ -38,7 +37,7 @@ class TEExperts(ExpertWeights):
         return next(iter(self.values())).te_state.in_eval
 
     def groups(self, ids: torch.Tensor, experts: int) -> list[int]:
-        """How many rows each expert has, on the host: TransformerEngine splits by them."""
+        """Count the rows of each expert, on the host: TransformerEngine splits by them."""
         return torch.bincount(ids, minlength=experts)[:experts].tolist()
 
     def product(
@@ -50,16 +49,16 @@ class TEExperts(ExpertWeights):
             y = self[part](x, groups)
         else:
             matrices, biases = matrices_of(experts, part), biases_of(experts, part) or [None] * len(groups)
-            y = torch.cat([F.linear(*each) for each in zip(x.split(groups), matrices, biases, strict=True)])
+            y = torch.cat([F.linear(*operands) for operands in zip(x.split(groups), matrices, biases, strict=True)])
         return F.pad(y, (0, 0, 0, foreign)) if foreign else y
 
 
 class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
-    """One 3-D weight whose products run in FP8. A product of all experts counts as one."""
+    """One 3-D weight with products in FP8. The product of all experts counts as one."""
 
     def __init__(self, experts: nn.Module, part: str, state: ModelState) -> None:
-        own = own_experts(experts, part)
-        count = own.stop - own.start
+        local = own_experts(experts, part)
+        count = local.stop - local.start
         _, out_features, in_features = sizes_of(experts, part)
         super().__init__(
             experts,
@@ -72,8 +71,8 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
             device="meta",
         )
         for name in [f"{kind}{i}" for kind in ("weight", "bias") for i in range(count)]:
-            delattr(self, name)  # those of the experts module are multiplied
-        self.__dict__.update(RUNTIME, te_state=state, **self._fresh_meta())
+            delattr(self, name)  # the experts module's Parameters take their place
+        self.__dict__.update(te_state=state, **self._fresh())
 
     @property
     def matrices(self) -> int:
@@ -84,7 +83,7 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
         return self.fp8_transposed
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        """What TransformerEngine multiplies, as in `TEProducts`."""
+        """Return TransformerEngine's operands, as in `TEProducts`."""
         weight = own_part(*self.fp8_owner)
         if isinstance(weight, ScaledTensor):
             quantizers, scaling = self._get_weight_quantizers(), self.te_state.recipe.scaling
@@ -96,17 +95,13 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
 
     def _get_bias_tensors(self) -> list[torch.Tensor]:
         biases = biases_of(*self.fp8_owner)
-        return biases or [torch.empty(0, device=self.weight.device)] * self.num_gemms  # as without any
+        return biases or [torch.empty(0, device=self.weight.device)] * self.num_gemms  # as te.GroupedLinear without any
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """[rows, out] from sorted x [rows, in].
-
-        Args:
-            rows: how many each expert has.
-        """
+        """Return [rows, out] from sorted x [rows, in], given the rows of each expert."""
         multiple = self.te_state.rows_multiple
-        # its kernel reads the rows of x as they lie in memory
+        # the padding kernel reads rows of x in memory order
         padded, padded_rows = te.Fp8Padding(self.num_gemms, multiple)(x.contiguous(), rows)
         y = self._in_region(padded, padded_rows)
         return te.Fp8Unpadding(self.num_gemms, multiple)(y, rows)
@@ -126,11 +121,11 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
 
 
 def matrices_of(experts: nn.Module, part: str) -> list[torch.Tensor]:
-    """Each expert's weight as [out, in], on the memory of the Parameter."""
+    """Return each expert's weight as [out, in], on the memory of the Parameter."""
     weight = own_part(experts, part)
     return list((weight.transpose(1, 2) if experts.is_transposed else weight).unbind())
 
 
 def biases_of(experts: nn.Module, part: str) -> list[torch.Tensor]:
-    """Each expert's bias [out]; empty where there is none."""
+    """Return each expert's bias [out]; empty without biases."""
     return list(own_part(experts, f"{part}_bias").unbind()) if experts.has_bias else []

@@ -1,24 +1,293 @@
-"""What all layers of `te` have in common, whatever they multiply: when they are in FP8, with which scales, and what
-becomes of the scales.
+"""The common part of all `te` layers: FP8 regions, counts of products, and scales.
 
-Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
+TransformerEngine's autocast is one for the process. A `Region` enters it around the forward of a prepared root, or of
+one layer, and leaves the global state as it was.
+
+TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
+(all in one call). They are wrapped where the layers look them up: a call with only FP8 operands is a product, and its
+layout tells the kind. It belongs to the layer whose forward or autograd node runs. (docs/patches.rst lists
+alternatives.)
+
+Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_module
+import transformer_engine.pytorch.module.linear as te_linear_module
+from torch import distributed, nn
 
-from ...numerics.engine import inside_backward
-from .recipes import FP8GlobalStateManager
-from .region import ModelState, Region, remember_scales
+from ...errors import FP8BackendError, RecipeError, Refusal
+from ...numerics.engine import call_when_backward_ends, inside_backward
+from ...numerics.state_dict_copies import StateDictCopies
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
+from ..interface import Recipe
+from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object, rows_multiple
 
+DELAYED_PIPELINE = Refusal(
+    "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
+    "all ranks, and ranks with other stages would wait forever",
+    "use te:dynamic, whose scales need no agreement, or native:delayed",
+)
 DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-"""Our names of the two halves of a delayed scaling state, and TransformerEngine's."""
+"""The halves of a delayed scaling state: our name and TransformerEngine's."""
+
+
+class ModelState:
+    """The state shared by all layers of a prepared model: its recipe and its open region."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        _count_products()
+        self.recipe = recipe
+        self.te_recipe = recipe_object(recipe)
+        self.in_eval = bool(recipe.use_autocast_during_eval)
+        self.plain_wgrad = bool(recipe.override_linear_precision[2])
+        self.rows_multiple = rows_multiple(recipe.scaling)
+        self.region: Region | None = None
+        self._updates_after, self._updates_forward = -1, False
+
+    def __reduce__(self):
+        return ModelState, (self.recipe,)
+
+    def update_after_backward(self, forward: bool) -> None:
+        """Take the amaxes of gradients, and of inputs too if `forward`, into the scales at the end of the running
+        backward: for layers whose own backward does not, since TransformerEngine gave another layer that task."""
+        task = torch._C._current_graph_task_id()
+        self._updates_forward |= forward
+        if self._updates_after != task:
+            self._updates_after = task
+            call_when_backward_ends(self._update)
+
+    def _update(self) -> None:
+        if self._updates_forward:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        self._updates_after, self._updates_forward = -1, False
+
+
+# Regions
+
+
+class Region:
+    """TransformerEngine's autocast with the recipe of one model, around a forward.
+
+    Args:
+        records: True for a training forward: TransformerEngine takes its amaxes into the scales at the end of the
+            outermost region. Other forwards leave scales and amaxes unchanged.
+
+    Raises:
+        RecipeError: it records delayed scales in a stage of a pipeline.
+    """
+
+    def __init__(self, state: ModelState, records: bool) -> None:
+        if records and _reduces_over_ranks(state) and _inside_pipeline():
+            raise RecipeError(DELAYED_PIPELINE)
+        self.records = records
+        self._autocast = autocast(state.te_recipe)
+
+    def __enter__(self) -> Region:
+        self._autocast.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        # TransformerEngine updates scales if gradients are on
+        with contextlib.nullcontext() if self.records else torch.no_grad():
+            self._autocast.__exit__(None, None, None)
+
+
+def _reduces_over_ranks(state: ModelState) -> bool:
+    if not state.te_recipe.delayed():
+        return False
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _inside_pipeline() -> bool:
+    """Return True inside the forward of a stage of `torch.distributed.pipelining`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
+        frame = frame.f_back
+    return frame is not None
+
+
+class Opened(NamedTuple):
+    """A running forward of a prepared root."""
+
+    state: ModelState
+    region: Region | None
+    """None: FP8 was on already, or each layer enters its own region."""
+    call: FrameType | None
+    """The frame of its module call."""
+
+
+class _Thread(threading.local):
+    """The running forwards of all models in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.opened: list[Opened] = []
+
+
+_thread = _Thread()
+
+
+class AroundRoot:
+    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8 before its forward, and leave it
+    afterwards, also after an error."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def before(self, root: nn.Module, args) -> None:
+        if root.training or self.state.in_eval:
+            self._enter(root)
+
+    def after(self, root: nn.Module, args, output) -> None:
+        if root.training or self.state.in_eval or self.state.region is not None:
+            self._leave(root)
+
+    @torch.compiler.disable
+    def _enter(self, root: nn.Module) -> None:
+        calls = _running_calls()
+        _leave_interrupted(calls)
+        region = None
+        if self.state.region is None and not inside_backward():  # else every layer enters its own
+            region = Region(self.state, records=root.training and torch.is_grad_enabled()).__enter__()
+            self.state.region = region
+        _thread.opened.append(Opened(self.state, region, calls[0]))
+        if region is not None and self.state.te_recipe.delayed():
+            for layer in _layers(root, self.state):
+                layer.ensure_state()  # all of them in one order, so that ranks reduce the same amaxes
+
+    @torch.compiler.disable
+    def _leave(self, root: nn.Module) -> None:
+        last = _thread.opened[-1] if _thread.opened else None
+        if last is None or last.state is not self.state or last.call not in _running_calls():
+            return  # this forward did not enter, or an earlier one was interrupted
+        _thread.opened.pop()
+        if last.region is not None:
+            self.state.region = None
+            if last.region.records:
+                remember_scales(_layers(root, self.state))
+            last.region.__exit__()
+
+
+def _leave_interrupted(calls: list[FrameType | None]) -> None:
+    """Leave the regions of forwards that a KeyboardInterrupt ended: hooks do not run then."""
+    while _thread.opened and _thread.opened[-1].call not in calls:
+        interrupted = _thread.opened.pop()
+        if interrupted.region is not None:
+            interrupted.state.region = None
+            interrupted.region.records = False
+            interrupted.region.__exit__()
+
+
+def _running_calls() -> list[FrameType | None]:
+    """Return the module calls that run in this thread, the innermost first, then None for compiled ones, which have no
+    frame."""
+    calls: list[FrameType | None] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            calls.append(frame)
+        frame = frame.f_back
+    return [*calls, None]
+
+
+def _layers(root: nn.Module, state: ModelState) -> list[nn.Module]:
+    return [module for module in root.modules() if module.__dict__.get("te_state") is state]
+
+
+@torch.no_grad()
+def remember_scales(layers: list[nn.Module]) -> None:
+    """Copy the scales of a training forward, for layers recomputed in backward."""
+    layers = [layer for layer in layers if layer.te_used_scale is not None]
+    if layers:
+        torch._foreach_copy_(
+            [layer.te_used_scale for layer in layers], [layer.delayed_state("forward").scale for layer in layers]
+        )
+
+
+# Products
+
+_PLACES = (
+    (te_linear_module, "general_gemm"),
+    (te_grouped_linear_module, "general_grouped_gemm"),
+)
+"""The functions that multiply, where TransformerEngine's linear layers look them up."""
+_KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
+
+
+class _Running(threading.local):
+    """The counts of the layer that multiplies in this thread."""
+
+    forward: ProductCounts | None = None
+    backward: ProductCounts | None = None
+    due: frozenset[str] = frozenset()
+    """The products to come of the backward's layer."""
+    task: int = -1
+    """The backward pass of `backward`, by autograd's number."""
+
+
+_running = _Running()
+
+
+def _count_products() -> None:
+    """Wrap the functions that multiply, unless they are.
+
+    Raises:
+        FP8BackendError: this version of TransformerEngine multiplies by other functions.
+    """
+    if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
+        raise FP8BackendError(
+            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
+            f"{missing[0]}: install another version of transformer_engine, or a newer fp8-backends"
+        )
+    for module, name in _PLACES:
+        multiply = getattr(module, name)
+        if not hasattr(multiply, "fp8_counted"):
+            setattr(module, name, _counted(multiply))
+
+
+def _counted(multiply: Callable) -> Callable:
+    @functools.wraps(multiply)
+    def count_and_multiply(a, b, *args, **kwargs):
+        if _is_fp8(a) and _is_fp8(b):
+            _count(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
+        return multiply(a, b, *args, **kwargs)
+
+    count_and_multiply.fp8_counted = True
+    return count_and_multiply
+
+
+def _is_fp8(operand: Any) -> bool:
+    """Return True for a quantized tensor of TransformerEngine, which has an FP8 dtype in all versions, or a list of
+    them (grouped products)."""
+    parts = operand if isinstance(operand, (list, tuple)) else [operand]
+    return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)
+
+
+def _count(kind: str) -> None:
+    if kind == FPROP and _running.forward is not None:
+        _running.forward.add(RECOMPUTED if inside_backward() else FPROP)
+    elif kind in _running.due and _running.task == torch._C._current_graph_task_id():
+        _running.due -= {kind}
+        _running.backward.add(kind)
+
+
+def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
+    _running.backward, _running.due = counts, frozenset({DGRAD, WGRAD})
+    _running.task = torch._C._current_graph_task_id()
+
+
+# Layers
 
 
 class TELayer:
@@ -30,7 +299,7 @@ class TELayer:
 
     te_state: ModelState
     matrices = 1
-    """How many weight matrices the layer has, each with scales of its own."""
+    """The number of weight matrices, each with its own scales."""
 
     # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
     get_extra_state = nn.Module.get_extra_state
@@ -39,10 +308,10 @@ class TELayer:
     # forward
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """The products of the rows of x, in the region of the root's forward, or in one of its own.
+        """Multiply the rows of x, in the region of the root's forward or in one for this layer.
 
         Args:
-            arguments: those of `_multiply`, after x.
+            arguments: further arguments of `_multiply`.
         """
         state = self.te_state
         if inside_backward():
@@ -62,7 +331,6 @@ class TELayer:
             return self._products(x, *arguments)
 
     def _recomputed(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """The products of a recomputed forward, inside backward."""
         state = self.te_state
         unchanged = self._state_unchanged(self.te_used_scale if state.region is None else None)
         with Region(state, records=False), unchanged if self.te_recorded else contextlib.nullcontext():
@@ -73,29 +341,26 @@ class TELayer:
             return self._products(x, *arguments)
 
     def _products(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        watchers = self.te_state.watchers
-        for watcher in watchers:
-            watcher.enter(self)
+        _running.forward = self.te_counts
         try:
             y = self._multiply(x, *arguments)
         finally:
-            for watcher in watchers:
-                watcher.leave()
-        for watcher in watchers:
-            watcher.follow(self, y)
+            _running.forward = None
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(functools.partial(_begin_backward, self.te_counts))
         return y
 
     def _multiply(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """The output of TransformerEngine's own class, inside a region."""
+        """Call TransformerEngine's own forward, inside a region."""
         raise NotImplementedError
 
     # scaling state
 
     def ensure_state(self) -> None:
-        """Make the layer's scaling state, inside a region, where TransformerEngine has not made it yet."""
+        """Create the layer's delayed scaling state inside a region, unless TransformerEngine has done so."""
         if "scaling_fwd" in self.fp8_meta or not self.te_state.te_recipe.delayed():
             return
-        with torch.inference_mode(False):  # else training could never write to it
+        with torch.inference_mode(False):  # training could never write to an inference tensor
             self.init_fp8_metadata(num_gemms=self.matrices)
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
             if self.te_loaded is not None:
@@ -104,13 +369,13 @@ class TELayer:
             self.te_used_scale = self.delayed_state("forward").scale.clone()
 
     def delayed_state(self, direction: str) -> Any:
-        """TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history` [L, n]; None
-        before the first forward."""
+        """Return TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history`
+        [L, n]; None before the first forward."""
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
     def _state_unchanged(self, scale: torch.Tensor | None = None) -> Iterator[None]:
-        """Forget amaxes that are recorded inside. The forward scales are `scale` inside, if given."""
+        """Discard the amaxes recorded inside. Use `scale` as forward scales inside, if given."""
         if self.te_used_scale is None:
             yield
             return
@@ -127,7 +392,7 @@ class TELayer:
                 state.scale.copy_(current)
 
     def scaling_state(self) -> dict[str, torch.Tensor]:
-        """Copies of scales [n] and amax histories [L, n], FP32: n is 3 forward (input, weight, output) and 2 backward
+        """Copy scales [n] and amax histories [L, n], FP32: n is 3 forward (input, weight, output) and 2 backward
         (output's gradient, input's gradient), times the number of matrices. Empty for a rule without state."""
         if not self.te_state.te_recipe.delayed():
             return {}
@@ -142,12 +407,10 @@ class TELayer:
         return state
 
     def load_scaling_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Take what `scaling_state` returned."""
-        if not state:
-            return
-        if "scaling_fwd" in self.fp8_meta:
+        """Restore the result of `scaling_state`."""
+        if state and "scaling_fwd" in self.fp8_meta:
             self._copy_state(state)
-        else:
+        elif state:
             self.te_loaded = {name: tensor.clone() for name, tensor in state.items()}
 
     @torch.no_grad()
@@ -159,10 +422,26 @@ class TELayer:
 
     # copies
 
-    def _fresh_meta(self) -> dict[str, Any]:
-        """TransformerEngine's own part of a layer that has not run, but for what its constructor was given."""
+    def _fresh(self) -> dict[str, Any]:
+        """Return the attributes of a layer that has not run: ours, and TransformerEngine's except for the constructor's
+        arguments."""
         recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
+            "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state
+            "te_recorded": True,  # the last forward's amaxes count
+            "te_had_gradients": True,  # it ran with gradients
+            "te_loaded": None,  # a scaling state to copy at the first forward
+            "te_counts": ProductCounts(),
+            "te_fsdp2": None,
+            "te_cast_weight": None,  # the operand in place of a weight in scaled precision, until the optimizer's step
+            "te_copies": StateDictCopies(),  # plain copies of a frozen FP8 weight
+            # added by TransformerEngine's forward otherwise
+            "allow_different_data_and_param_types": False,
+            "forwarded_at_least_once": False,
+            "fp8_parameters": False,
+            "debug_last_iteration": None,
+            "debug_enabled_in_this_iteration": False,
+            "_te_cached_parent_fsdp_state": None,
             "fp8_meta": {**recipe, "fp8_checkpoint": False, "fp8_group": None},
             "quantizers": {key: type(quantizers)() for key, quantizers in self.quantizers.items()},
             "param_init_meta": {},
@@ -172,31 +451,12 @@ class TELayer:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has a scaling state of its own, equal to this one; TransformerEngine registers each in a global table
-        state = {**self.__dict__, **RUNTIME, **self._fresh_meta()}
-        state["te_loaded"] = self.scaling_state() or None
-        return state
+        # a copy gets its own scaling state, equal to this one; TransformerEngine registers each in a global table
+        return {**self.__dict__, **self._fresh(), "te_loaded": self.scaling_state() or None}
 
     @property
     def rule_in_words(self) -> str:
-        """Such as `te:delayed i:E4M3,w:E4M3,go:E5M2`."""
+        """Describe the rule, such as `te:delayed i:E4M3,w:E4M3,go:E5M2`."""
         recipe, high = self.te_state.recipe, ",high:wgrad" if self.te_state.plain_wgrad else ""
         gradient = "E5M2" if recipe.fp8_format == "HYBRID" else "E4M3"
         return f"te:{recipe.scaling} i:E4M3,w:E4M3,go:{gradient}{high}"
-
-
-RUNTIME: dict[str, Any] = {
-    "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state
-    "te_recorded": True,  # whether the last forward's amaxes count
-    "te_had_gradients": True,  # whether it ran with gradients
-    "te_loaded": None,  # a scaling state that waits for the first forward
-    "te_fsdp2": None,
-    "te_cast_weight": None,  # what is multiplied for a weight in scaled precision, until the optimizer's step
-    # what TransformerEngine's forward would add to the layer
-    "allow_different_data_and_param_types": False,
-    "forwarded_at_least_once": False,
-    "fp8_parameters": False,
-    "debug_last_iteration": None,
-    "debug_enabled_in_this_iteration": False,
-    "_te_cached_parent_fsdp_state": None,
-}

@@ -1,7 +1,5 @@
-"""`TELinear`, one layer of `te`. `TEProducts` is what it has in common with `conv1d.TEConv1D`.
-
-Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
-"""
+"""The layers of `te` for a Linear and for transformers' `Conv1D`. Imports TransformerEngine, so it is imported when a
+layer is converted or unpickled."""
 
 from __future__ import annotations
 
@@ -14,17 +12,17 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...numerics.scaled_tensor import ScaledTensor
+from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..refusals import saved_by_name
 from . import weights
-from .layer import RUNTIME, TELayer
-from .region import ModelState
+from .layer import ModelState, TELayer
 
 
 class TEProducts(TELayer, te.Linear):
-    """`te.Linear` on the Parameters of the layer that it was, and correct where `te.Linear` is not: for any number of
-    rows, outside of an FP8 region, and recomputed by plain `torch.utils.checkpoint`.
+    """`te.Linear` on the Parameters of the original layer, correct also for any number of rows, outside of FP8 regions,
+    and recomputed by plain `torch.utils.checkpoint`.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
     on, else in the input's dtype. In eval mode, unless the recipe says `use_autocast_during_eval`, it is `F.linear`.
@@ -34,38 +32,45 @@ class TEProducts(TELayer, te.Linear):
     """
 
     transposed_weight = False
-    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+    """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     @classmethod
     def around(cls, plain: nn.Module, in_features: int, out_features: int, state: ModelState) -> TEProducts:
-        """A layer that holds the Parameter objects of `plain`."""
+        """Return a layer with the Parameter objects of `plain`."""
         layer = te.Linear(
             in_features, out_features, bias=plain.bias is not None, params_dtype=plain.weight.dtype, device="meta"
         )
         layer.__class__ = cls
-        layer.__dict__.pop("bias", None)  # an empty tensor in a layer without one, where others expect None
+        layer.__dict__.pop("bias", None)  # te.Linear without a bias has an empty tensor there; others expect None
         layer._parameters.update(weight=plain.weight, bias=plain.bias)
-        layer.__dict__.update(RUNTIME, te_state=state, **layer._fresh_meta())
+        layer.__dict__.update(te_state=state, **layer._fresh())
         return layer
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        """What TransformerEngine multiplies: `matrix`, or one of its own quantized tensors in the place of it."""
+        """Return TransformerEngine's operand: `matrix`, or one of its quantized tensors in place of a ScaledTensor."""
         weight = self.matrix
         if isinstance(weight, ScaledTensor):
             (quantizer,) = self._get_weight_quantizers()
-            scaling, known = self.te_state.recipe.scaling, self.te_cast_weight
-            cast = weights.for_te(self.weight, self.transposed_weight, quantizer, scaling, known)
-            if not self.is_fsdp2:  # which gathers the next weight into the same memory
+            scaling, cached = self.te_state.recipe.scaling, self.te_cast_weight
+            cast = weights.for_te(self.weight, self.transposed_weight, quantizer, scaling, cached)
+            if not self.is_fsdp2:  # it gathers the next weight into the same memory
                 self.te_cast_weight = cast
             (weight,) = weights.differentiable(weight, [cast.quantized])
         return [weight.detach() if self.te_state.plain_wgrad else weight]
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight as [out, in], on the memory of the Parameter."""
+        """Return the weight as [out, in], on the memory of the Parameter.
+
+        Raises:
+            FP8BackendError: it is frozen, and a plain copy of it in a state dict was written to.
+        """
+        is_frozen = weights.is_frozen(self.weight)
+        if is_frozen:
+            self.te_copies.check()
         if not self.transposed_weight:
             return self.weight
-        return weights.transposed(self.weight) if weights.is_frozen(self.weight) else self.weight.t()
+        return weights.transposed(self.weight) if is_frozen else self.weight.t()
 
     # forward
 
@@ -102,27 +107,31 @@ class TEProducts(TELayer, te.Linear):
         with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
             return te.Linear.forward(self, x)
 
-    # what a module does beside computing
+    # the other duties of a module
 
     @property
     def is_fsdp2(self) -> bool:
-        """TransformerEngine's answer, under a name that goes when the layer is restored."""
+        """Return TransformerEngine's answer, kept under a name that `restore` removes."""
         if self.te_fsdp2 is None:
-            known = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
-            self.te_fsdp2 = known is not None and known.fget(self)
+            answer = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
+            self.te_fsdp2 = answer is not None and answer.fget(self)
             self.__dict__.pop("_is_fsdp2", None)
         return self.te_fsdp2
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if weights.is_frozen(self.weight):
-            destination[f"{prefix}weight"] = weights.plain(self.weight)
+            self.te_copies.check()
+            destination[f"{prefix}weight"] = values = weights.plain(self.weight)
+            self.te_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # in checkpoints of plain TransformerEngine modules
         frozen = weights.is_frozen(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if frozen and not weights.is_frozen(self.weight):  # `assign=True`, with a Parameter of its own
+        if f"{prefix}weight" in state_dict:
+            self.te_copies.accept()
+        if frozen and not weights.is_frozen(self.weight):  # `assign=True`, with another Parameter
             self.weight = nn.Parameter(weights.quantized(self.weight, self), requires_grad=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,7 +140,7 @@ class TEProducts(TELayer, te.Linear):
 
 
 class TELinear(TEProducts, nn.Linear):
-    """`te.Linear` on the Parameters of the `nn.Linear` that it was."""
+    """`te.Linear` on the Parameters of the original `nn.Linear`."""
 
     reset_parameters = nn.Linear.reset_parameters
 
@@ -139,13 +148,20 @@ class TELinear(TEProducts, nn.Linear):
         return f"{nn.Linear.extra_repr(self)}, {self.rule_in_words}"
 
 
+def __getattr__(name: str) -> Any:
+    """Make `TEConv1D` at its first use, which may unpickle it: it imports transformers."""
+    if name == "TEConv1D":
+        return conv1d_form(TEProducts, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class PlainWgrad(torch.autograd.Function):
     """The weight gradient in high precision: `override_linear_precision=(False, False, True)`.
 
-    TransformerEngine had this until version 2.1. Here it gets the weight as one that needs no gradient, so it makes
-    fprop, dgrad and the bias gradient, and keeps no codes of the input. This function returns y as it is. Its backward
-    makes the gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of
-    y, as TransformerEngine made it.
+    TransformerEngine had this until version 2.1. Here it gets the weight detached, so it computes fprop, dgrad and the
+    bias gradient, and keeps no codes of the input. This function returns y unchanged. Its backward computes the
+    gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y, as
+    TransformerEngine did.
     """
 
     @staticmethod

@@ -1,13 +1,12 @@
 """Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same Parameters.
 
-`nn.LayerNorm`, `nn.RMSNorm` and the RMSNorms that models bring along (Llama, Mistral, Qwen, T5; Gemma multiplies by
-1 + weight) become `te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by what it computes: it is called with a
-small FP32 input, and its result is compared with the formula. What TransformerEngine cannot compute, or what computes
-something else, stays as it is and is named with the reason.
+`nn.LayerNorm`, `nn.RMSNorm` and models' own RMSNorms (Llama, Mistral, Qwen, T5; Gemma multiplies by 1 + weight) become
+`te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by a trial: its result for a small FP32 input is compared
+with the formula. Other norms stay, with the reason in the report.
 
-As everywhere in TransformerEngine, the result has the autocast dtype if autocast is on, else the weight's; PyTorch's
+The result has the autocast dtype if autocast is on, else the weight's, as everywhere in TransformerEngine; PyTorch's
 own norms return FP32 under autocast. Inside, both compute in FP32. In eval mode, unless the recipe says
-`use_autocast_during_eval`, the module computes as the class that it was, as the linear layers do.
+`use_autocast_during_eval`, the module computes as its original class, like the linear layers.
 
 Imports TransformerEngine only when a norm is swapped.
 """
@@ -37,33 +36,33 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Return every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its
-    carrier or the reason why it has none."""
+    """Return every normalisation layer over the last dimensions in `root` except swapped ones, with its carrier or the
+    reason against one."""
     modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
     return [_norm(module, in_eval) for module in modules if _is_norm(module)]
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
     formula = {nn.LayerNorm: LAYER_NORM, nn.RMSNorm: RMS_NORM}.get(type(module))
-    found = _obstacle(module) or ((formula, module.eps) if formula else _tried(module))
-    if isinstance(found, str):
-        return Norm(module, None, found)
-    carrier = _carrier(module, *found)
+    result = _obstacle(module) or ((formula, module.eps) if formula else _tried(module))
+    if isinstance(result, str):
+        return Norm(module, None, result)
+    carrier = _carrier(module, *result)
     carrier.te_in_eval = in_eval
-    own = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
-    taken = [name for name in carrier.__dict__ if name in own and module.__dict__[name] != carrier.__dict__[name]]
+    common = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
+    taken = [name for name in carrier.__dict__ if name in common and module.__dict__[name] != carrier.__dict__[name]]
     if taken:
         return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
-    for name in own:  # the same number under the same name, such as eps: it stays when the class is restored
+    for name in common:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
 
 
-# what a module computes
+# recognition
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """LayerNorm, RMSNorm, or a leaf that is called a norm and is none of PyTorch's (of batches, groups, …)."""
+    """Return True for LayerNorm, RMSNorm, or a leaf called a norm, except PyTorch's others (of batches, groups, …)."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
     kind = type(module)
@@ -71,7 +70,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """Why this module cannot be TransformerEngine's whatever it computes, or None."""
+    """Return the reason against TransformerEngine's form apart from the formula, or None."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "it has no weight, and TransformerEngine's norms always have one"
@@ -79,7 +78,8 @@ def _obstacle(module: nn.Module) -> str | None:
         return "it has no bias, and TransformerEngine's LayerNorm always has one"
     if type(module) is nn.RMSNorm and module.eps is None:
         return "eps=None follows the input's dtype, and TransformerEngine's is a number"
-    others = [name for name, own in module._parameters.items() if own is not None and name not in ("weight", "bias")]
+    others = [name for name, value in module._parameters.items() if value is not None]
+    others = [name for name in others if name not in ("weight", "bias")]
     if others or any(buffer is not None for buffer in module._buffers.values()):
         return f"it holds more than a weight and a bias: {', '.join([*others, *module._buffers])}"
     if weight.dtype not in COMPUTE_DTYPES:
@@ -90,7 +90,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _tried(module: nn.Module) -> tuple[str, float] | str:
-    """(formula, eps) of a module of any class, or the reason why it has none."""
+    """Return (formula, eps) of a module of any class, or the reason against it."""
     parameters = list(inspect.signature(type(module).forward).parameters)
     if len(parameters) != 2:
         return f"its forward takes {', '.join(parameters[1:])}, and not one tensor alone"
@@ -107,21 +107,22 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
 
 @torch.no_grad()
 def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
-    """Whether the module computes the formula, on a copy with other Parameters: FP32, on the CPU, without its hooks."""
+    """Return True if the module computes the formula, tried on a copy with other Parameters: FP32, on the CPU, without
+    hooks."""
     # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of `features` squares in
     # FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
     shape = full_shape(module.weight)
     row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3]).reshape(4, *(1 for _ in shape))
     x = (torch.randn(4, *shape, generator=generator) + 0.5) * row_sizes
-    held = [key for key, value in module._parameters.items() if value is not None]
-    own = {key: torch.randn(shape, generator=generator) for key in held}
-    tried = copy.copy(module)
-    tried.__dict__ = {**module.__dict__, "training": training}
-    tried._parameters = {**module._parameters, **{key: nn.Parameter(value) for key, value in own.items()}}
+    names = [name for name, value in module._parameters.items() if value is not None]
+    random = {name: torch.randn(shape, generator=generator) for name in names}
+    trial = copy.copy(module)
+    trial.__dict__ = {**module.__dict__, "training": training}
+    trial._parameters = {**module._parameters, **{name: nn.Parameter(value) for name, value in random.items()}}
     with torch.autocast("cpu", enabled=False):
-        result = type(module).forward(tried, x)
-    expected = _formula(formula, x, own["weight"], own.get("bias"), eps)
+        result = type(module).forward(trial, x)
+    expected = _formula(formula, x, random["weight"], random.get("bias"), eps)
     return result.dtype == x.dtype and torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -140,7 +141,7 @@ def _formula(
 
 
 def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
-    """A module of the new class whose attributes are those that `module` lacks."""
+    """Return a module of the new class with TransformerEngine's attributes."""
     import transformer_engine.pytorch as te
 
     kind = te.LayerNorm if formula == LAYER_NORM else te.RMSNorm
@@ -153,7 +154,7 @@ def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
 
 @functools.cache
 def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module]:
-    """TransformerEngine's class and `original` in one, so that `isinstance` stays true."""
+    """Return a subclass of TransformerEngine's class and of `original`, so that `isinstance` stays true."""
     import transformer_engine.pytorch as te
 
     base = te.LayerNorm if is_layer_norm else te.RMSNorm
@@ -161,7 +162,7 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
     @torch.compiler.disable
     def in_te(self, x: torch.Tensor) -> torch.Tensor:
         y = base.forward(self, x)
-        # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
+        # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse to change them
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,14 +181,14 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
 
 
 class _Swapped(ABCMeta):
-    """The class of these classes. They are pickled by what they were made from, since no name imports them."""
+    """The metaclass of the swapped norms. No name imports them, so pickles hold the arguments of `_class_for`."""
 
 
 def _reduce(swapped: _Swapped):
     import transformer_engine.pytorch as te
 
-    parts = swapped.te_original, issubclass(swapped, te.LayerNorm)
-    return (_class_for, parts) if swapped is _class_for(*parts) else swapped.__qualname__  # a subclass of one of these
+    arguments = swapped.te_original, issubclass(swapped, te.LayerNorm)
+    return (_class_for, arguments) if swapped is _class_for(*arguments) else swapped.__qualname__  # of a subclass
 
 
 copyreg.pickle(_Swapped, _reduce)

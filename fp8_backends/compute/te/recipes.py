@@ -1,7 +1,6 @@
-"""TransformerEngine's own objects for a resolved recipe: its recipe, the context that enters FP8, what its device can.
+"""TransformerEngine's objects for a resolved recipe, under their names in versions 2.0 to 2.20, and its device checks.
 
-Imports TransformerEngine, so it is imported only where `te` runs. Names that moved between its versions 2.0
-and 2.20 are found here, once.
+Imports TransformerEngine, so it is imported when `te` runs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-import torch  # noqa: F401, before TransformerEngine, whose libraries need those that torch loads
+import torch  # noqa: F401, before TransformerEngine, which needs the libraries loaded by torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["FP8GlobalStateManager", "QuantizedTensor", "RecipeState", "te_recipe"]
 
 FP8_WEIGHT_SLOT = 1
-"""The weight's place among TransformerEngine's forward quantizers of a layer: input, weight, output."""
+"""The weight's index in a layer's forward quantizers: input, weight, output."""
 
 VERSION = importlib.metadata.version("transformer_engine")
 
@@ -40,11 +39,11 @@ _CLASSES = {
 
 
 class NamedDelayedScaling(te_recipe.DelayedScaling):
-    """`DelayedScaling` whose text names its algorithm.
+    """`DelayedScaling` with its algorithm in its text.
 
-    TransformerEngine keeps the amaxes of all models of a process together, in groups of one recipe's text, and updates
-    a group by the recipe that was entered last. Its own text leaves the algorithm out, so that of two models, one with
-    "max" and one with "most_recent", one would train by the other's rule.
+    TransformerEngine groups the amaxes of all models of a process by the recipe's text, and updates a group by the
+    recipe entered last. Its own text leaves the algorithm out: a model with "max" and one with "most_recent" would
+    share one rule.
     """
 
     def _make_repr(self) -> str:  # from 2.16 on, where texts are cached
@@ -57,20 +56,20 @@ class NamedDelayedScaling(te_recipe.DelayedScaling):
 
 
 def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
-    """TransformerEngine's recipe of a resolved one.
+    """Make TransformerEngine's recipe for a resolved one.
 
     Raises:
-        RecipeError: this version of TransformerEngine does not have the scaling rule.
+        RecipeError: this version of TransformerEngine lacks the scaling rule.
     """
-    known = getattr(te_recipe, _CLASSES[recipe.scaling], None)
-    if known is None:
+    recipe_class = getattr(te_recipe, _CLASSES[recipe.scaling], None)
+    if recipe_class is None:
         raise RecipeError(
             f"{recipe.name}: TransformerEngine {VERSION} has no {_CLASSES[recipe.scaling]}; "
             f"install a newer one (pip install -U 'transformer-engine[pytorch]'), or use te:delayed"
         )
     fp8_format = te_recipe.Format[recipe.fp8_format]
     if recipe.scaling != "delayed":
-        return known(fp8_format=fp8_format)
+        return recipe_class(fp8_format=fp8_format)
     return NamedDelayedScaling(
         margin=recipe.margin,
         fp8_format=fp8_format,
@@ -80,15 +79,15 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
 
 
 def autocast(te_object: te_recipe.Recipe) -> Any:
-    """The context manager in which TransformerEngine's modules run in FP8."""
+    """Return the context manager of TransformerEngine's FP8."""
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=te_object)
     return te.fp8_autocast(enabled=True, fp8_recipe=te_object)  # before 2.9
 
 
 def check_version(what: str, instead: str, of_experts: bool = False) -> None:
-    """Raise `BackendUnavailableError` if `te.Linear`, or `te.GroupedLinear` for experts, takes no weight but its own in
-    this version. Levels, Conv1D and experts give it others."""
+    """Raise `BackendUnavailableError` if this version's `te.Linear`, or `te.GroupedLinear` for experts, multiplies only
+    its own weight. Levels, Conv1D and experts replace it."""
     kind, method, since = te.Linear, "_get_weight_tensors", "2.9"
     if of_experts:
         kind, method, since = te.GroupedLinear, "_get_bias_tensors", "2.14"
@@ -100,7 +99,7 @@ def check_version(what: str, instead: str, of_experts: bool = False) -> None:
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError`, with TransformerEngine's reason, where its device has no such products."""
+    """Raise `BackendUnavailableError`, with TransformerEngine's reason, if its device lacks these products."""
     supported, reason = device_support(recipe.scaling)
     native = f"native:{recipe.scaling}, which follows the same rule"
     if not supported:
@@ -111,11 +110,10 @@ def check_device(recipe: Recipe) -> None:
 
 
 def device_support(scaling: str) -> tuple[bool, str]:
-    """Whether the device of TransformerEngine multiplies by this rule, and why not. TransformerEngine is asked itself,
-    which knows of driver and library versions, and raises where there is no driver at all."""
-    name = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}.get(
-        scaling, "is_fp8_available"
-    )
+    """Ask TransformerEngine if its device multiplies by this rule, and for the reason if not. It checks driver and
+    library versions, and raises without a driver."""
+    names = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
+    name = names.get(scaling, "is_fp8_available")
     try:
         if hasattr(te, name):
             return getattr(te, name)(return_reason=True)
@@ -125,12 +123,12 @@ def device_support(scaling: str) -> tuple[bool, str]:
 
 
 def rows_multiple(scaling: str) -> int:
-    """Rows of an input are padded to a multiple of this: they are the contraction of the weight gradient's product."""
+    """Return the multiple to pad rows to: they are the contraction of the weight gradient's product."""
     return 32 if scaling == "mxfp8" else 16
 
 
 def transposed_copies() -> bool:
-    """Whether this device's per-tensor FP8 products need a transposed copy of the codes (Hopper and Ada)."""
+    """Return True if this device's per-tensor FP8 products need a transposed copy of the codes (Hopper and Ada)."""
     from transformer_engine.pytorch import utils
 
     supported = getattr(utils, "is_non_tn_fp8_gemm_supported", None)

@@ -1,14 +1,14 @@
-"""Weights that are no plain tensors, as TransformerEngine multiplies them.
+"""Weights that are no plain tensors, in TransformerEngine's products.
 
-**Weights in scaled precision** (MS-AMP's levels). E4M3 data (from O3 on) is handed over as it lies, under its own
-scale, to the rules with one scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the
-layer's own weight quantizer, so that the recipe's scales and amax histories are TransformerEngine's. A cast is made
-once for each value of the weight, not once a microbatch.
+**Weights in scaled precision** (MS-AMP's levels). E4M3 data (from O3 on) goes without a cast to the rules with one
+scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the layer's own weight quantizer, so
+that scales and amax histories are TransformerEngine's. It is cast once for each value of the weight, not for each
+microbatch.
 
-**Frozen FP8 weights** (`fp8_params`). TransformerEngine's own tensor lies in the Parameter that the model already has.
-Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy that dgrad multiplies) or 1.
+**Frozen FP8 weights** (`fp8_params`). The model's Parameter holds TransformerEngine's own tensor: 2 bytes an element on
+Hopper (codes, and the transposed copy for dgrad) or 1, in place of FP32's 4.
 
-Imports TransformerEngine, so it is imported only with a layer.
+Imports TransformerEngine, so it is imported with a layer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ONE_SCALE = ("delayed", "dynamic")
 
 
 class CastWeight:
-    """What TransformerEngine multiplies in place of a weight, and the state of the weight that it was cast from.
+    """A weight cast for TransformerEngine, and the state of the weight at the cast.
 
     Attributes:
-        quantized: one of TransformerEngine's quantized tensors, with the copies that the products of this device need.
-        differentiable: whether it has what dgrad multiplies too.
+        quantized: a quantized tensor of TransformerEngine, with the copies for this device's products.
+        differentiable: True if it has the copy for dgrad.
     """
 
     def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
@@ -44,24 +44,24 @@ class CastWeight:
         self._versions = _versions(weight)
 
     def serves(self, weight: ScaledTensor, differentiable: bool) -> bool:
-        """Whether `weight` still has the values that were cast: neither swapped nor changed in place."""
+        """Return True if `weight` still has the values of the cast: neither swapped nor changed in place."""
         same = self._data() is weight._data and self._scale_inv() is weight._scale_inv
         return same and self._versions == _versions(weight) and self.differentiable >= differentiable
 
 
 def _versions(weight: ScaledTensor) -> tuple[int, ...]:
-    """An operator on the weight counts on the weight alone, a kernel that writes its parts counts on these."""
+    """Return all version counters: operators on the weight raise its own, kernels the counters of its parts."""
     return weight._version, weight._data._version, weight._scale_inv._version
 
 
 def for_te(
     weight: ScaledTensor, is_transposed: bool, quantizer: Any, scaling: str, cached: CastWeight | None
 ) -> CastWeight:
-    """`weight` as a quantized tensor [out, in] of TransformerEngine: `cached`, if it was cast from the same data.
+    """Cast `weight` to a quantized tensor [out, in] of TransformerEngine, or return `cached` if it serves.
 
     Args:
-        weight: [out, in], or [in, out] where it `is_transposed`; FP16 or E4M3 data with one scale.
-        quantizer: the one of the layer's weight, as TransformerEngine's autocast has prepared it for this forward.
+        weight: [out, in], or [in, out] if `is_transposed`; FP16 or E4M3 data with one scale.
+        quantizer: the layer's weight quantizer, prepared for this forward by TransformerEngine's autocast.
     """
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
@@ -70,21 +70,21 @@ def for_te(
 
 
 def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
-    """`for_te` of each expert's part of `weight`, [experts, out, in] or, where it `is_transposed`, [experts, in, out].
-    They are made anew for each forward."""
+    """Cast each expert's part of `weight`, [experts, out, in] or, if `is_transposed`, [experts, in, out], for every
+    forward."""
     parts = zip(weight._data.unbind(), quantizers, strict=True)
     return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
 
 
 def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str) -> Any:
-    """A matrix, whose `data` are those of `weight` or a part of them, as a quantized tensor [out, in]."""
+    """Cast `data`, the data of `weight` or of one expert, to a quantized tensor [out, in]."""
     differentiable = torch.is_grad_enabled()
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
         matrix = data.t() if is_transposed else data
         if data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
-            codes = data.view(torch.uint8)  # so TransformerEngine calls FP8
+            codes = data.view(torch.uint8)  # TransformerEngine's dtype for FP8
             result = Float8Tensor(  # on the same memory
                 shape=matrix.shape,
                 dtype=weight.dtype,
@@ -102,15 +102,15 @@ def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantiz
 
 
 def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
-    """The cast matrices of a weight, whose gradients go on to it.
+    """Connect cast matrices to their weight in autograd.
 
     Args:
-        quantized: one [out, in], or one for each of the experts that `weight` has.
-        is_transposed: whether `weight` has [in, out] in the place of [out, in].
+        quantized: one [out, in], or one for each expert of `weight`.
+        is_transposed: `weight` is [in, out].
     """
     results = Differentiable.apply(weight, is_transposed, *quantized)
     for result in results:
-        # TransformerEngine 2.16 asks its tensor, which has noted the answer before autograd made it an output
+        # TransformerEngine 2.16 caches the answer, from before autograd made the tensor an output
         result.__dict__.pop("_requires_grad", None)
     return list(results)
 
@@ -119,8 +119,8 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: ScaledTensor, is_transposed: bool, *quantized: Any) -> tuple[torch.Tensor, ...]:
         ctx.dtype, ctx.is_transposed, ctx.is_of_experts = weight.dtype, is_transposed, weight.dim() == 3
-        # views: TransformerEngine drops copies from those that it is given
-        return tuple(each.make_like(each) for each in quantized)
+        # views: TransformerEngine drops copies from its operands
+        return tuple(matrix.make_like(matrix) for matrix in quantized)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -134,7 +134,7 @@ class Differentiable(torch.autograd.Function):
 
 
 def is_frozen(weight: torch.Tensor) -> bool:
-    """Whether this is a frozen FP8 weight, one of TransformerEngine's tensors."""
+    """Return True for a frozen FP8 weight, one of TransformerEngine's tensors."""
     return isinstance(weight, QuantizedTensor)
 
 
@@ -145,7 +145,7 @@ def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 
 @torch.no_grad()
 def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """A weight as TransformerEngine's tensor with the copies that fprop and dgrad multiply."""
+    """Quantize a weight to TransformerEngine's tensor with the copies for fprop and dgrad."""
     return _quantizer(layer)(weight.detach().contiguous())
 
 
@@ -158,7 +158,7 @@ _SWAPPED = (
 
 
 def transposed(weight: torch.Tensor) -> torch.Tensor:
-    """A view of a frozen FP8 weight, transposed: each of its two copies is the other's transpose. Where a device needs
+    """Return a transposed view of a frozen FP8 weight: each of its two copies is the other's transpose. On devices with
     one copy of per-tensor codes, the codes are copied. MXFP8's two copies are no transposes of each other."""
     result = weight.make_like(weight, shape=weight.shape[::-1])
     for one, other in _SWAPPED:
@@ -184,19 +184,20 @@ def _quantizer(layer: nn.Linear) -> Any:
 
 
 def revive(layer: nn.Linear) -> None:
-    """Complete an unpickled layer: TransformerEngine's pickles of a tensor hold its data alone."""
+    """Complete an unpickled layer: TransformerEngine pickles only the data of a tensor."""
     if is_frozen(layer.weight):
         layer.weight._is_param = True
         layer.weight._quantizer = _quantizer(layer)
 
 
 def make_plain(layer: nn.Linear) -> None:
-    """Undo `freeze` on one layer."""
+    """Undo `freeze` on one layer. Raises `FP8BackendError` if a copy in a state dict was written to."""
     if is_frozen(layer.weight):
+        layer.te_copies.check()
         swap(layer.weight, plain(layer.weight), "weight")
 
 
 @torch.no_grad()
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """The values of a weight, as an ordinary tensor of the dtype that it stands for."""
+    """Return the values of a weight as a plain tensor of its dtype."""
     return weight.dequantize(dtype=weight.dtype).detach() if is_frozen(weight) else weight

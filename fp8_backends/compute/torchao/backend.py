@@ -1,15 +1,17 @@
-"""The `ao` backend: TorchAO's float8 linear layer, on the Parameters that the model already has.
+"""The `ao` backend: TorchAO's float8 linear layer on the model's own Parameters.
 
-TorchAO quantizes the input, the weight and the output gradient anew for each product and saves the input for
-backward in high precision, so it gains speed where the chip has FP8 products, and no memory. What this module adds is
-what keeps it from failing quietly: sizes that a GPU cannot multiply are named, a crash under CPU autocast is mended,
-and weights that FSDP2 gathers in FP8 stay in the Parameters that the optimizer has.
+TorchAO quantizes input, weight and output gradient for each product and saves the input in high precision for
+backward: faster on chips with FP8 products, and no less memory. This module names the sizes that a GPU cannot multiply,
+mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+import threading
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +24,13 @@ from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of
 from ...numerics.sharded_tensor import is_distributed
 from ...numerics.statistics import Cast
 from .. import hardware
+from ..conv1d import linear_like
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
+from ..products import exact_product
 from ..refusals import note_whether_cut, part_obstacle
-from . import cpu_scaled_mm
-from .fields import scaling_of
+from . import scaling_of
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -35,16 +38,16 @@ if TYPE_CHECKING:
     from .linear import AOProducts
 
 ALIGNMENT = 16
-"""A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
+"""GPUs multiply FP8 in multiples of this. TorchAO pads the contraction, and no other size."""
 
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-"""Recipe fields that are fields of `Float8LinearConfig` too."""
+"""Recipe fields with the name of a field of `Float8LinearConfig`."""
 
 _CAST_CONFIGS = {INPUT: "cast_config_input", WEIGHT: "cast_config_weight", GRAD_OUTPUT: "cast_config_grad_output"}
 
 
 class TorchAOCompute(Compute):
-    """`torchao.float8`, by one of its recipes or by a `Float8LinearConfig` of the user's own."""
+    """`torchao.float8`, by one of its recipes or by the user's `Float8LinearConfig`."""
 
     name = "ao"
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -81,12 +84,10 @@ class TorchAOCompute(Compute):
         sizes, unaligned = f"{linear.in_features} -> {linear.out_features}", f"not multiples of {ALIGNMENT}"
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
-        if reason := part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"):
-            return reason
-        return None
+        return part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them")
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
-        """The one configuration of all layers of this model."""
+        """Return the configuration of all layers of this model."""
         in_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if asks_for_all_gather(recipe) and not in_process_group:
             raise BackendUnavailableError(
@@ -96,7 +97,7 @@ class TorchAOCompute(Compute):
         config = linear_config(recipe)
         on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
         if on_cpu or not hardware.has_gpu():
-            cpu_scaled_mm.mend()
+            mend_cpu_product()
         if on_cpu and scaling_of(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
             raise BackendUnavailableError(
                 f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
@@ -104,35 +105,39 @@ class TorchAOCompute(Compute):
             )
         return config
 
-    def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> AOProducts:
         from .linear import AOLinear
 
-        layer = AOLinear.from_float(linear, _of_layer(shared))
+        if shared.enable_fsdp_float8_all_gather:  # `attach` arranges it, and leaves the Parameters in place
+            shared = replace(shared, enable_fsdp_float8_all_gather=False)
+        layer = AOLinear.from_float(linear, shared)
         note_whether_cut(layer)
         return layer
 
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
-        from .conv1d import AOConv1D
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Float8LinearConfig) -> AOProducts:
+        from .linear import AOConv1D
 
-        layer = AOConv1D.around(conv, _of_layer(shared))
+        layer = self.build(linear_like(conv), recipe, shared)
+        layer.__class__, layer.nx, layer.nf = AOConv1D, conv.nx, conv.nf
+        layer.weight, layer.bias = conv.weight, conv.bias
         note_whether_cut(layer)
         return layer
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
-        """What TorchAO's own `convert_to_float8_training` does beside swapping layers."""
+        """Do as TorchAO's `convert_to_float8_training`, except for the swap of layers."""
         if shared.enable_fsdp_float8_all_gather:
-            from .shards import gather_in_fp8
+            from .linear import gather_in_fp8
 
             gather_in_fp8(root)
         from torchao.float8 import convert_to_float8_training
 
-        # swaps no layer; mends a Triton fault that writes NaN into transposed FP8 stores, where this version does so
+        # swaps no layer; works around a Triton fault that writes NaN into transposed FP8 stores, if this version does
         convert_to_float8_training(nn.Identity())
 
     def after_optimizer_step(self, root: nn.Module) -> None:
-        shards = sys.modules.get(f"{__package__}.shards")
-        if shards is not None:
-            shards.agree_scales(root)
+        linear = sys.modules.get(f"{__package__}.linear")
+        if linear is not None:
+            linear.agree_scales(root)
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.linear")
@@ -142,8 +147,8 @@ class TorchAOCompute(Compute):
         return "emulated" if module.config.emulate else "ao"
 
     def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast for fprop, and of the gradient that for dgrad, by TorchAO's formulas. None for a sharded
-        weight, and for one that FSDP2 has gathered in FP8."""
+        """Return the cast for fprop, or the gradient's cast for dgrad, by TorchAO's formulas. None for a weight that is
+        sharded or gathered in FP8."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_utils import amax_to_scale
 
@@ -173,10 +178,10 @@ class TorchAOCompute(Compute):
 
 
 def linear_config(recipe: Recipe) -> Float8LinearConfig:
-    """TorchAO's configuration for a resolved recipe. A configuration that the user gave is used as it is.
+    """Return TorchAO's configuration for a resolved recipe: the user's own, if given.
 
-    `pad_inner_dim` is on unless the recipe says otherwise, as in Accelerate: it changes no number, and without it
-    a GPU refuses batches whose token count is not a multiple of 16.
+    `pad_inner_dim` is on by default, as in Accelerate: it changes no number, and without it a GPU refuses batches
+    unless the token count is a multiple of 16.
     """
     if recipe.config is not None:
         if _products_are_emulated() and not recipe.config.emulate:
@@ -195,12 +200,6 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
     )
 
 
-def _of_layer(config: Float8LinearConfig) -> Float8LinearConfig:
-    """The configuration that a layer is built with. What is gathered in FP8 is arranged by `attach`, which leaves the
-    Parameters in place."""
-    return replace(config, enable_fsdp_float8_all_gather=False) if config.enable_fsdp_float8_all_gather else config
-
-
 def _check_config(recipe: Recipe) -> None:
     config, scaling = recipe.config, scaling_of(recipe.config)
     for field in CONFIG_OPTIONS:
@@ -217,14 +216,15 @@ def _check_config(recipe: Recipe) -> None:
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:
-    """Whether the user asked for it. Accelerate's handlers have it on by default, which asks for nothing."""
+    """Return True if the user set `enable_fsdp_float8_all_gather`. The default of Accelerate's handlers, on, does not
+    count."""
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
 
 
 def _cpu_multiplies_rowwise() -> bool:
-    """Tried, not looked up: torch 2.11 has it for CUDA alone, 2.13 for CPUs too."""
+    """Try the product: torch 2.11 has it only for CUDA, 2.13 for CPUs too."""
     codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
@@ -235,3 +235,60 @@ def _cpu_multiplies_rowwise() -> bool:
 
 def _products_are_emulated() -> bool:
     return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`
+
+
+# `torch._scaled_mm` for CPUs on which PyTorch's own is of no use
+
+_lock = threading.Lock()
+
+
+def mend_cpu_product() -> None:
+    """Replace the CPU kernel of `torch._scaled_mm` in this process, if this CPU needs it. Repeating it does nothing.
+
+    On a CPU with AMX PyTorch hands products of codes with one scale to oneDNN. It has a fast form only for AMX-FP16: on
+    other chips a reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s. TorchAO calls the operator, so the
+    operator is replaced. Alternatives: TorchAO's `emulate` leaves no FP8 product in compiled code for the proof, and
+    `torch.backends.mkldnn.enabled = False` slows down everything else in oneDNN.
+    """
+    if not hardware.cpu_scaled_mm():
+        with _lock:
+            _cpu_product()
+
+
+def restore_cpu_product() -> None:
+    """Restore PyTorch's own kernel."""
+    if _cpu_product.cache_info().currsize:
+        _cpu_product()._destroy()
+        _cpu_product.cache_clear()
+
+
+@functools.cache
+def _cpu_product() -> torch.library.Library:
+    """Register our kernels, and return the library that holds them."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # of the override
+        library.impl("_scaled_mm", _scaled_mm, "CPU", allow_override=True)
+        library.impl("_scaled_mm.out", _scaled_mm_out, "CPU", allow_override=True)
+    return library
+
+
+def _scaled_mm(
+    a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+) -> torch.Tensor:
+    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs. Scales have one
+    element, or shapes [m, 1] and [1, n]."""
+    if scale_a.numel() == scale_b.numel() == 1:
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    product = exact_product(a, scale_a, b.t(), scale_b.t(), torch.float32, torch.float32)
+    if bias is not None:
+        product += bias
+    out_dtype = a.dtype if out_dtype is None else out_dtype
+    if scale_result is not None and out_dtype.itemsize == 1:
+        product /= scale_result
+    return product.to(out_dtype)
+
+
+def _scaled_mm_out(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False, *, out):
+    result = _scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
+    return out.resize_(result.shape).copy_(result)

@@ -1,4 +1,4 @@
-"""transformers' Conv1D with `te`: what `TELinear` does with the transposed weight, to the bit, over the stand-in."""
+"""transformers' Conv1D with `te`: the bits of `TELinear` with the transposed weight, over the stand-in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
 import fp8_backends
-from fp8_backends.compute.te.conv1d import TEConv1D
+from fp8_backends.compute.te.linear import TEConv1D
 from fp8_backends.compute.te.weights import is_frozen
 from fp8_backends.errors import BackendUnavailableError, RecipeError
 from fp8_backends.training import conversion
@@ -63,24 +63,18 @@ def test_gpt2_trains_as_with_linear_layers(spec):
 @pytest.mark.parametrize(("scaling", "chip"), [("dynamic", (9, 0)), ("dynamic", (10, 0)), ("blockwise", (9, 0))])
 def test_frozen_fp8_weights_below_adapters(scaling, chip):
     """Blackwell's per-tensor products need no transposed copy of the codes."""
+    losses, names = [], ["c_attn", "c_proj", "c_fc"]
     with compute_capability(*chip):
-        _frozen_fp8_weights_below_adapters(scaling)
-
-
-def _frozen_fp8_weights_below_adapters(scaling):
-    losses = []
-    for of_linears in (False, True):
-        model = gpt2(of_linears)
-        torch.manual_seed(0)
-        names = ["c_attn", "c_proj", "c_fc"]
-        lora = LoraConfig(r=4, target_modules=names, fan_in_fan_out=not of_linears, init_lora_weights=False)
-        model, optimizer = prepared(get_peft_model(model, lora), f"te:{scaling}", fp8_params=True)
-        assert sum(map(is_frozen, model.parameters())) == 8
-        losses.append(train(model, optimizer, "gpt2", steps=3))
-        saved = model.state_dict()
-        assert {type(value) for value in saved.values()} == {torch.Tensor}
-        model.load_state_dict(saved)
-        assert sum(map(is_frozen, model.parameters())) == 8
+        for of_linears in (False, True):
+            model = gpt2(of_linears)
+            torch.manual_seed(0)
+            lora = LoraConfig(r=4, target_modules=names, fan_in_fan_out=not of_linears, init_lora_weights=False)
+            model, optimizer = prepared(get_peft_model(model, lora), f"te:{scaling}", fp8_params=True)
+            losses.append(train(model, optimizer, "gpt2", steps=3))
+            saved = model.state_dict()
+            assert {type(value) for value in saved.values()} == {torch.Tensor}
+            model.load_state_dict(saved)
+            assert sum(map(is_frozen, model.parameters())) == 8
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 
@@ -100,7 +94,7 @@ def test_copies_train_like_the_original(make):
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
 def test_a_weight_that_zero_3_takes_away_is_not_held_for_backward(scaling):
-    """Without DeepSpeed: its mark on a Parameter, and what it does to the data after forward and before backward."""
+    """Without DeepSpeed: its mark on a Parameter, and its changes of the data after forward and before backward."""
     module, x = conv(32, 48), torch.randn(16, 32, requires_grad=True)
     module.weight.ds_id = 0
     prepared(module, f"te:{scaling}")

@@ -74,6 +74,18 @@ def test_checkpoints_are_plain_and_load_either_way():
     assert torch.equal(made.state_dict()["base.first.weight"], saved["base.first.weight"])
 
 
+def test_writes_to_copies_in_a_state_dict_raise_at_the_next_read():
+    made, optimizer = prepared(fp8_params=True)
+    for read in (lambda: losses(made, optimizer, BATCHES[:1]), made.state_dict, lambda: conversion.restore(made)):
+        made.state_dict()["base.first.weight"].zero_()
+        with pytest.raises(FP8BackendError, match="base.first.weight: a tensor of state_dict.. was written to"):
+            read()
+    state = made.state_dict()
+    state["base.first.weight"].mul_(0.5)
+    made.load_state_dict(state)
+    assert losses(made, optimizer)
+
+
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
 def test_copies_train_like_the_original(make):
     made, optimizer = prepared(scaling="dynamic", fp8_params=True)
