@@ -29,7 +29,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError
 from fp8_backends.compute.native import linear
-from fp8_backends.training import checkpoint_formats
+from fp8_backends.training import exporting
 
 BOTH = list(SCALES)
 
@@ -215,7 +215,7 @@ def test_a_weight_that_an_embedding_shares_stays_as_it_is(tmp_path):
 def test_a_name_that_others_end_with_is_told_apart():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    config = checkpoint_formats.FORMATS["finegrained_fp8"].config("block", ["proj", "head"], ["layers.0.up_proj"])
+    config = exporting.FORMATS["finegrained_fp8"].config("block", ["proj", "head"], ["layers.0.up_proj"])
     left = config["modules_to_not_convert"]
     assert not should_convert_module("proj", left) and not should_convert_module("head", left)
     assert should_convert_module("layers.0.up_proj", left)
