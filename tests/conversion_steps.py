@@ -1,4 +1,4 @@
-"""What the tests of conversion share: convert, take steps, look at the counters."""
+"""Convert models, take steps, and read the counters, for the tests of conversion."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ def convert(model, backend="native:dynamic", **fields):
 
 
 def train(model, optimizer=None, steps=8, size=32, seed=0):
-    """Losses of learning to predict a fixed random target from a fixed input."""
+    """Learn to predict a fixed random target from a fixed input. Return the losses."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(16, size, generator=generator)
@@ -34,6 +34,13 @@ def train(model, optimizer=None, steps=8, size=32, seed=0):
     return losses
 
 
+def learns(model, optimizer=None, **options):
+    """Train as `train` does, and check that the loss falls."""
+    losses = train(model, optimizer, **options)
+    assert losses[-1] < losses[0]
+    return losses
+
+
 def mlp(*widths, seed=0):
     torch.manual_seed(seed)
     layers = []
@@ -47,7 +54,7 @@ def counts(layer):
 
 
 def assert_ran_in_fp8(prepared, model, steps):
-    """Every converted layer made a forward and a weight-gradient product in each step (native counts them)."""
+    """Check for a forward and a weight-gradient product of every converted layer in each step, if counted."""
     layers = dict(model.named_modules())
     for name in prepared.report.converted:
         assert prepared.compute.is_converted(layers[name])

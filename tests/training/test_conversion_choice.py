@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.utils.prune
-from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, train
+from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, learns, train
 from torch import nn
 
 from fp8_backends.compute.native.ledger import Ledger
@@ -60,16 +60,15 @@ def test_head_and_router_stay_in_high_precision(model):
     kinds = {product.name: product.kind for product in prepared.report.products if product.state != "fp8"}
     assert sorted(kinds.values()) == ["head", "router"] and kinds[f"{prefix}block.gate"] == "router"
     assert all("kept in high precision" in reason for reason in prepared.report.high_precision.values())
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert_ran_in_fp8(prepared, model, 8)
 
 
 def test_a_name_that_means_a_head_for_a_child_of_the_root_does_not_deeper_down():
     model = nn.Sequential(Language("output"))
     assert "0.output" in convert(model).report.converted
-    losses = train(model)
-    assert losses[-1] < losses[0] and counts(model[0].output) == [8, 8, 8, 0]
+    learns(model)
+    assert counts(model[0].output) == [8, 8, 8, 0]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +97,7 @@ def test_the_users_choice_of_layers_is_followed(fields, converted):
     before = copy.deepcopy(model.state_dict())
     prepared = convert(model, **fields)
     assert prepared.report.converted == converted
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert_ran_in_fp8(prepared, model, 8)
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
 
@@ -112,16 +110,6 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_cl
     assert not any("_fp8_conversion" in module.__dict__ for module in model.modules())
     plain = Language()
     assert train(model) == train(plain), "a refused conversion leaves the model as it was"
-
-
-def test_two_linears_alone_convert():
-    """Stock Accelerate leaves out the first and the last Linear, which converts nothing here and says nothing."""
-    model = mlp(32, 32, 32)
-    prepared = convert(model, "ao:tensorwise")
-    assert prepared.report.converted == ["0", "2"]
-    plain = train(mlp(32, 32, 32))
-    losses = train(model)
-    assert losses[-1] < losses[0] and losses != plain
 
 
 # what cannot be converted
@@ -186,8 +174,7 @@ def test_high_precision_is_the_fallback_layer_by_layer(case):
         for layer in (model[0], model[4]):
             layer.fp8_ledger = Ledger(layer.weight.device)
     weights = [p.detach().clone() for p in model.parameters()]
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
     assert_ran_in_fp8(prepared, model, 8)
 
@@ -213,8 +200,8 @@ def test_integer_and_empty_layers_are_named_and_left_alone():
     assert "int8" in prepared.report.high_precision["integer"]
     assert "size zero" in prepared.report.high_precision["to_nothing"]
     assert "size zero" in prepared.report.high_precision["from_nothing"]
-    losses = train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01))
-    assert losses[-1] < losses[0] and counts(model.up) == [8, 0, 8, 0]
+    learns(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01))
+    assert counts(model.up) == [8, 0, 8, 0]
 
 
 def test_attention_that_uses_its_weights_directly_is_named_and_still_trains():
@@ -227,8 +214,7 @@ def test_attention_that_uses_its_weights_directly_is_named_and_still_trains():
     assert kinds["self_attn.in_proj_weight"] == ("parameter", 96) and kinds["self_attn.out_proj"] == ("Linear", 32)
     assert prepared.report.flops_share == pytest.approx(2 * 32 * 64 / (2 * 32 * 64 + 4 * 32 * 32))
     weights = [p.detach().clone() for p in model.parameters()]
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
     assert_ran_in_fp8(prepared, model, 8)
 
@@ -250,8 +236,7 @@ def test_lone_experts_count_by_the_experts_that_a_token_visits():
         model = nn.Sequential(nn.Linear(32, 32), Mixture(config))
         prepared = convert(model)
         assert [product.flops for product in prepared.report.products] == [2 * 32 * 32, *[flops] * 4]
-        losses = train(model)
-        assert losses[-1] < losses[0]
+        learns(model)
         experts = model[1].experts
         assert [counts(expert)[0] for expert in experts] == [8, 0, 0, 8]
 
@@ -264,8 +249,7 @@ def test_nothing_to_convert_is_an_error_with_the_reasons_or_a_warning(backend):
     assert prepared_roots(model) == []
     with pytest.warns(UserWarning, match="OwnLinear is a subclass"):
         convert(model, backend, on_unproven="warn")
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     with pytest.raises(FP8BackendError, match="no Linear"):
         convert(nn.Embedding(4, 4), backend)
 
@@ -293,5 +277,3 @@ def test_the_report_of_many_like_layers_is_short():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(100)])
     text = str(convert(model).report)
     assert "*.0 (×100)" not in text and "*.* (×100)" in text and len(text) < 200
-    losses = train(model, steps=2)
-    assert len(losses) == 2 and all(counts(model[i][0])[0] == 2 for i in range(100))

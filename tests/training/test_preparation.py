@@ -39,13 +39,6 @@ def test_both_objects_come_back_and_train(spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_may_be_prepared_alone(spec):
-    model, nothing = preparation.prepare(net(), None, spec)
-    assert nothing is None
-    assert step(model, torch.optim.SGD(model.parameters(), lr=0.1)) > 0
-
-
-@pytest.mark.parametrize("spec", BACKENDS)
 def test_a_meta_model_can_be_prepared_before_it_is_materialised(spec, capfd):
     with torch.device("meta"):
         model = net()
@@ -128,13 +121,6 @@ def test_integer_parameters_are_left_alone(spec):
     before = model[0].weight.detach().clone()
     step(model, optimizer)
     assert not torch.equal(before, model[0].weight)
-
-
-def test_a_model_of_integers_alone_is_an_error():
-    model = nn.Linear(32, 32, bias=False)
-    model.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(FP8BackendError, match="int8"):
-        preparation.prepare(model, None, "native")
 
 
 def test_a_wrapped_optimizer_is_watched_all_the_same(capfd):

@@ -63,10 +63,6 @@ def step(model, optimizer, microbatches=1, tokens=24):
     optimizer.zero_grad()
 
 
-def spec_that(on_unproven, backend="ao:tensorwise"):
-    return recipes.FP8RecipeKwargs(backend=backend, on_unproven=on_unproven)
-
-
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
     model, optimizer = prepared(spec)
@@ -183,9 +179,10 @@ def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
     assert "3/3 Linear, 33 % of weight FLOPs in FP8, dgrad (" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("spec", BACKENDS)
 @pytest.mark.parametrize("kind", ["reentrant", "saved tensors", "selective"])
-def test_recomputed_products_are_counted_apart(kind):
-    model, optimizer = prepared(checkpointed=kind)
+def test_recomputed_products_are_counted_apart(kind, spec):
+    model, optimizer = prepared(spec, checkpointed=kind)
     step(model, optimizer)
     for found in counts(model).values():
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
@@ -297,7 +294,7 @@ def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
 
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_no_product_at_all_warns_where_the_recipe_says_so(spec):
-    model, optimizer = prepared(spec_that("warn", spec), used=False)
+    model, optimizer = prepared({"backend": spec, "on_unproven": "warn"}, used=False)
     with pytest.warns(UserWarning, match="no FP8 product ran"):
         step(model, optimizer)
 
