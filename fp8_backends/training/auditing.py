@@ -156,7 +156,12 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = set(map(id, model.parameters()))
     optimizers = [optimizer for optimizer in optimizers if not parameters.isdisjoint(parameter_ids(optimizer))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    flops = _read_roots(result, roots) if roots else _read_unprepared(result, model)
+    flops = _read_roots(result, roots)
+    for product in () if roots else conversion.weight_products(model):
+        if product.state == FOREIGN_FP8:
+            result.foreign_fp8[product.name] = product.reason
+        else:
+            result.high_precision[product.name] = "not prepared"
     needed = sum(part.needed for part in flops)
     result.flops_share = sum(part.in_fp8 for part in flops) / needed if needed else 0.0
     _read_bytes(result, model, roots, optimizers)
@@ -301,8 +306,9 @@ def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | 
 
 
 def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> list[Flops]:
-    """Write products, engines and reasons of the prepared roots into the audit; return their FLOPs."""
-    tokens, flops = max(tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), []
+    """Write products, engines and reasons of prepared roots into the audit; return their FLOPs."""
+    tokens = max((tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1)
+    flops = []
     for prefix, root, prepared in roots:
         conversion.update_report(root, prepared)
         counts = count_products(root, prepared)
@@ -315,15 +321,6 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
         result.foreign_fp8 |= {_joined(prefix, name): reason for name, reason in report.foreign_fp8.items()}
         result.uncounted += [_joined(prefix, name) for name in flops[-1].uncounted]
     return flops
-
-
-def _read_unprepared(result: Audit, model: nn.Module) -> list[Flops]:
-    for product in conversion.weight_products(model):
-        if product.state == FOREIGN_FP8:
-            result.foreign_fp8[product.name] = product.reason
-        else:
-            result.high_precision[product.name] = "not prepared"
-    return []
 
 
 def _joined(prefix: str, name: str) -> str:

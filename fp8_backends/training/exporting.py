@@ -124,12 +124,13 @@ def export(
             raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {texts}")
 
     def write() -> None:
-        if is_main_process():
-            _write(model, state, fmt, result, max_shard_size)
+        quantized_layers.save_plain(model)
+        with _quantization_config(model, fmt, result):
+            model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
 
     state: dict[str, torch.Tensor] = {}
     on_all_ranks("export", state_to_write)
-    on_all_ranks("export", write)
+    on_all_ranks("export", write if is_main_process() else lambda: None)
     announce(f"exported: {result}")
     return result
 
@@ -143,9 +144,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
             f"safetensors.torch.save_model"
         )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise FP8BackendError(
-            "DeepSpeed's ZeRO-3 has cut the weights up: save with it, load the result, and export that"
-        )
+        raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
     weights = find_weight_products(model)
     if any(weight.product.kind == "adapter" for weight in weights) or hasattr(model, "peft_config"):
         raise FP8BackendError(
@@ -249,25 +248,16 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.exact() if isinstance(value, ScaledTensor) else value.detach()).cpu()
 
 
-def _write(
-    model: nn.Module, state: dict[str, torch.Tensor], fmt: CheckpointFormat, result: Export, max_shard_size: int | str
-) -> None:
-    quantized_layers.save_plain(model)
+@contextlib.contextmanager
+def _quantization_config(model: nn.Module, fmt: CheckpointFormat, result: Export) -> Iterator[None]:
+    """Describe the codes in the model's configuration inside, and hide the ranks: transformers would wait for all of
+    them, and only one writes."""
     # the name of a Parameter excludes its module
     parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(model) if weight.part}
     plain = sorted({name.removesuffix(parts.get(name, "")) for name in result.high_precision})
-    config = fmt.config(result.grid, plain, [*result.exact, *result.rounded])
-    with _quantization_config(model, config):
-        model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
-
-
-@contextlib.contextmanager
-def _quantization_config(model: nn.Module, config: dict) -> Iterator[None]:
-    """Describe the codes in the model's configuration inside, and hide the ranks: transformers would wait for all of
-    them, and only one writes."""
     attributes = model.config.__dict__
     before = {name: attributes.pop(name, None) for name in ("quantization_config", "distributed_config")}
-    model.config.quantization_config = config
+    model.config.quantization_config = fmt.config(result.grid, plain, [*result.exact, *result.rounded])
     try:
         yield
     finally:
@@ -338,10 +328,8 @@ def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[
 
 
 def _unfit_for_compressed(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
-    columns = sizes[1]
-    if grid == BLOCK and columns % SIDE:
-        return f"{columns} inputs do not divide into the groups of {SIDE} that blocks multiply"
-    return None
+    uneven = grid == BLOCK and sizes[1] % SIDE
+    return f"{sizes[1]} inputs do not divide into the groups of {SIDE} that blocks multiply" if uneven else None
 
 
 def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:

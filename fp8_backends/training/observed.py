@@ -121,7 +121,14 @@ class WorkMeter(TemporaryHook):
         self.work: dict[str, Work] = {}
         self.paused = False
         """True while forwards run without gradients; they do not count."""
-        compiled = {part for module in model.modules() if _is_compiled(module) for part in module.modules()}
+        compiled = {
+            part
+            for module in model.modules()
+            if getattr(module, "_compiled_call_impl", None) is not None
+            or "_orig_mod" in module._modules
+            or hasattr(module.forward, "_torchdynamo_orig_callable")
+            for part in module.modules()
+        }
         self._products: dict[nn.Module, list[Found]] = defaultdict(list)
         for weight in weights:
             if weight.module not in compiled and weight.product.flops:
@@ -189,11 +196,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        getattr(module, "_compiled_call_impl", None) is not None
-        or "_orig_mod" in module._modules
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )

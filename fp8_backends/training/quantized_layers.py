@@ -123,7 +123,16 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         raise FP8BackendError(f"dtype must be a torch.dtype, not {shown(dtype)}")
     layers = list(quantized_layers(model))
     dtype = dtype or _plain_dtype(model, layers)
-    _replace_codes(layers, lambda layer, kind: _values(layer, kind).to(dtype))
+
+    def values(layer: nn.Linear, kind: Kind) -> torch.Tensor:
+        codes, scales = layer.weight.detach(), layer._parameters[kind.scale].detach().float()
+        if scales.numel() == 1:
+            return (codes.float() * scales.reshape(())).to(dtype)
+        blocks = Blocks(*_block(layer, kind), SQUARES.scale, SQUARES.inverse)
+        scales = scales.t() if kind is ROWWISE_LINEAR else scales
+        return blocks.dequantize(Quantized(codes, scales), torch.float32).to(dtype)
+
+    _replace_codes(layers, values)
     _forget(model)
     return [name for name, _, _ in layers]
 
@@ -211,16 +220,6 @@ def _block(layer: nn.Linear, kind: Kind) -> tuple[int, int]:
     if kind is COMPRESSED:
         return tuple(layer.quantization_scheme.weights.block_structure or (1, columns))
     return (1, columns) if kind is ROWWISE_LINEAR else tuple(layer.block_size or (rows, columns))
-
-
-def _values(layer: nn.Linear, kind: Kind) -> torch.Tensor:
-    """Dequantize a layer's weight. FP32, [out, in]."""
-    codes, scales = layer.weight.detach(), layer._parameters[kind.scale].detach().float()
-    if scales.numel() == 1:
-        return codes.float() * scales.reshape(())
-    blocks = Blocks(*_block(layer, kind), SQUARES.scale, SQUARES.inverse)
-    scales = scales.t() if kind is ROWWISE_LINEAR else scales
-    return blocks.dequantize(Quantized(codes, scales), torch.float32)
 
 
 def _make_plain(layer: nn.Linear, kind: Kind) -> None:

@@ -365,7 +365,10 @@ def _expert_counter(
 ) -> Callable[[str, nn.Module, str], float]:
     """Return a function for the number of times a token passes a weight: the number of experts that it visits by the
     model's configuration (without one, every expert); 1 for other weights."""
-    top_k = next((k for module in modules.values() if (k := _experts_per_token(module)) is not None), None)
+    configs = (module.__dict__.get("config") for module in modules.values())
+    parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
+    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
+    top_k = next((number for number in numbers if isinstance(number, int)), None)
     lists = {
         name: len(module)
         for key, module in modules.items()
@@ -381,10 +384,3 @@ def _expert_counter(
         return top_k / number if top_k and number else 1
 
     return visited
-
-
-def _experts_per_token(module: nn.Module) -> int | None:
-    config = module.__dict__.get("config")
-    parts = (config, getattr(config, "text_config", None))
-    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
-    return next((number for number in numbers if isinstance(number, int)), None)

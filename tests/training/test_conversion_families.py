@@ -93,31 +93,6 @@ def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_mixtrals_experts_are_named_and_count_by_the_experts_that_a_token_visits():
-    model = build("mixtral")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    prepared = convert(model)
-    by_kind = {}
-    for product in prepared.report.products:
-        by_kind.setdefault(product.kind, []).append(product)
-    assert [p.name for p in by_kind["experts"]] == names_in_blocks(
-        "mixtral", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    )
-    assert [(p.in_features, p.out_features) for p in by_kind["experts"][:2]] == [(32, 128), (64, 32)]
-    assert [p.flops for p in by_kind["experts"][:2]] == [2 * 2 * 32 * 128, 2 * 2 * 64 * 32]
-    assert [p.name for p in by_kind["router"]] == names_in_blocks("mixtral", ["mlp.gate.weight"])
-    assert all(p.state == "high precision" for kind in ("router", "head") for p in by_kind[kind])
-    assert all(p.state == "fp8" for p in by_kind["experts"])
-    attention = 2 * (32 * 32 + 16 * 32 + 16 * 32 + 32 * 32)
-    experts = 2 * 2 * (32 * 128 + 64 * 32)
-    block = attention + 2 * 32 * 4 + experts
-    assert prepared.report.flops_share == pytest.approx(2 * (attention + experts) / (2 * block + 2 * 32 * 128))
-    losses = train(model, optimizer, "mixtral", STEPS)
-    assert_trained(model, before, losses)
-    assert_products(prepared, model)
-
-
 def test_an_include_that_names_what_cannot_be_converted_is_an_error_that_says_why():
     model, plain = build("mixtral"), build("mixtral")
     with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):

@@ -21,13 +21,17 @@ import architectures  # noqa: E402
 sys.path.pop()  # its `distributed.py` would hide the tests' folder of that name from files that are collected later
 
 
-def trained(model, *inputs, spec="native:dynamic", steps=1):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fp8_backends.prepare(model, optimizer, spec)
-    for _ in range(steps):
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def prepared(model, spec="native:dynamic"):
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), spec)
+
+
+def step(model, optimizer, *inputs):
+    model(*inputs).square().mean().backward()
+    optimizer.step()
+
+
+def trained(model, *inputs, spec="native:dynamic"):
+    step(*prepared(model, spec), *inputs)
     return fp8_backends.audit(model)
 
 
@@ -47,8 +51,7 @@ def flops_of_linears(*sizes):
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
 def test_the_share_is_that_of_pytorchs_counter(name):
     model = architectures.build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model, optimizer = prepared(model)
     architectures.loss_of(model, architectures.batch(name)).backward()
     optimizer.step()
     audit = fp8_backends.audit(model)
@@ -236,17 +239,14 @@ def test_a_layer_without_a_size_counts_when_it_has_one():
     model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
     optimizer = torch.optim.AdamW(model[1].parameters())
     fp8_backends.prepare(model, optimizer, "native:dynamic")
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
+    step(model, optimizer, torch.randn(4, 64))
     sizes = 64 * 32, 32 * 16
     assert fp8_backends.audit(model).flops_share == pytest.approx(sizes[1] / sum(sizes))
 
 
 def test_forwards_that_train_nothing_do_not_count():
     """Text is generated between the microbatches, and a forward raises."""
-    model = Rows()
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["one"]})
+    model, optimizer = prepared(Rows(), {"backend": "native", "exclude": ["one"]})
     x = torch.randn(4, 8, 16, requires_grad=True)
     failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -273,9 +273,7 @@ def test_a_traced_forward_does_not_count():
 
 def test_a_replica_of_data_parallel_is_not_measured():
     """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
-    model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
     replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
     replica(torch.randn(8, 16)).sum().backward()
     optimizer.step()
@@ -285,13 +283,10 @@ def test_a_replica_of_data_parallel_is_not_measured():
 
 @pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted(capfd):
-    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model, optimizer = prepared(nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16)))
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
-        compiled(torch.randn(4, 8, 16)).square().mean().backward()
-        optimizer.step()
+        step(compiled, optimizer, torch.randn(4, 8, 16))
     assert fp8_backends.audit(model).uncounted == ["0"]
     assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (line := capfd.readouterr().err)
     assert "1 convolution not counted" in line
@@ -304,8 +299,7 @@ def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
     fp8_backends.prepare(model[1], optimizer, "native:dynamic")
     model[0].compile(backend="eager")
     for _ in range(2):
-        model(torch.randn(16, 32, requires_grad=True)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(16, 32, requires_grad=True))
     assert fp8_backends.audit(model).flops_share == pytest.approx(3 / 4)
 
 
@@ -313,27 +307,21 @@ def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
 
 
 def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(caplog):
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
-
-    def step():
-        model(torch.randn(8, 16, requires_grad=True)).square().mean().backward()
-        optimizer.step()
-
-    step()
+    model, optimizer = prepared(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+    x = torch.randn(8, 16, requires_grad=True)
+    step(model, optimizer, x)
     assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
     model.append(nn.Linear(16, 64))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     audit = fp8_backends.audit(model)
     assert audit.flops_share == pytest.approx(0.5)
     assert "added after the model was prepared" in audit.high_precision["2"]
-    step()
+    step(model, optimizer, x)
     assert "native:dynamic: 2: added after the model was prepared: prepare it again" in caplog.text
     caplog.clear()
-    step()
+    step(model, optimizer, x)
     fp8_backends.prepare(model, optimizer, "native:dynamic")
-    step()
+    step(model, optimizer, x)
     assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
 
 
@@ -345,41 +333,23 @@ def test_parameters_that_came_later_and_that_no_optimizer_holds_are_named_once(b
         fp8_backends.prepare(model, optimizer, backend)
     model[1] = nn.Linear(32, 32)
     model.append(nn.Linear(16, 16, bias=False).requires_grad_(False))
-
-    def step():
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizers[0].step()
-
-    step()
+    step(model, optimizers[0], torch.randn(8, 16))
     assert f"{backend}: 1.bias, 1.weight: added after the model was prepared, in no prepared optimizer" in caplog.text
     assert "2.weight" not in caplog.text and "3.weight" not in caplog.text
     caplog.clear()
-    step()
+    step(model, optimizers[0], torch.randn(8, 16))
     assert not caplog.text
-
-
-def test_adapters_that_come_after_prepare_are_named(caplog):
-    peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"], r=4))
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-    assert "1.lora_A.default.weight, 1.lora_B.default.weight: added after the model was prepared" in caplog.text
 
 
 def test_a_layer_that_takes_the_place_of_another_is_noticed(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["1"]})
+    model, optimizer = prepared(model, {"backend": "native", "exclude": ["1"]})
     model[0] = nn.Linear(16, 32)
     model[1] = nn.Linear(32, 32)
     optimizer.add_param_group({"params": [*model[0].parameters(), *model[1].parameters()]})
     model.forward = lambda x: model.head(model[1](model[0](x)))
     with pytest.raises(fp8_backends.FP8BackendError, match="no FP8 product ran"):
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(8, 16))
     reasons = fp8_backends.audit(model).high_precision
     assert "added after" in reasons["0"] and reasons["1"] == "left out by exclude='1'"

@@ -14,7 +14,7 @@ import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.training import exporting, proof
+from fp8_backends.training import proof
 from fp8_backends.training.auditing import count_products
 from fp8_backends.training.conversion import prepared_roots, restore
 
@@ -269,10 +269,3 @@ def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_
     logits(model)
     with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
         fp8_backends.checkpoints.dequantize(model)
-
-
-def test_rounding_gives_each_grid_its_own_scales():
-    weight = torch.randn(200, 300) * torch.logspace(-3, 3, 200).unsqueeze(1)
-    for grid, shape in (("tensor", ()), ("channel", (200, 1)), ("block", (2, 3))):
-        codes = exporting.rounded(weight, grid)
-        assert codes.scale_inv.shape == shape and exporting.grid_of(codes) == grid

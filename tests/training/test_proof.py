@@ -94,19 +94,6 @@ def counts(model):
     return auditing.audit(model).products
 
 
-def test_a_level_stores_a_model_while_the_first_step_of_another_is_profiled(capfd):
-    """The weights that a level swaps must not be held by what profiles the other."""
-    of_ao = prepared()
-    loss = of_ao[0](torch.randn(24, 32)).sum()
-    of_level = prepared("msamp:O2")
-    loss.backward()
-    of_ao[1].step()
-    step(*of_level)
-    step(*of_ao)
-    told = capfd.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in told] == ["ao:tensorwise: 3/3 Linear", "msamp:O2: 3/3 Linear"]
-
-
 @pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
 def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
     """A profiler that is stopped inside a backward would be on for good, and remember every operator."""
