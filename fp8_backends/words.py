@@ -61,6 +61,14 @@ def listed(names: Iterable[str], shown: int = 6) -> str:
     return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
+def by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Collect (reason, names) from pairs of (name, reason)."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in pairs:
+        groups.setdefault(reason, []).append(name)
+    return list(groups.items())
+
+
 def finite(value: Any) -> Any:
     """Convert plain values for JSON: numbers that are not finite become None."""
     if isinstance(value, dict):

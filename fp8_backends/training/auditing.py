@@ -20,7 +20,7 @@ from ..numerics.sharded_tensor import full_shape, local_part
 from ..states.gradient_release import is_dropped, is_released
 from ..words import as_html, counted, readable_bytes, share
 from . import conversion, saved_activations
-from .observed import Work, trainable_by_name
+from .observed import Work
 from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8
 
 if TYPE_CHECKING:
@@ -266,18 +266,19 @@ def count_flops(
     """
     work = prepared.observed.work if work is None else work
     high = prepared.compute.high_precision_products(prepared.recipe)
-    trains = trainable_by_name(root)
+    trains = {plain_name(name): p.requires_grad for name, p in root.named_parameters(remove_duplicate=False)}
     tokens = max(tokens, tokens_of(prepared, work))
     flops = Flops()
     for product in prepared.report.products:
-        seen, is_idle = work.get(product.name), product.name in prepared.observed.idle
+        seen = work.get(product.name)
+        weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
         ran = counts.get(product.name) if counts is not None and product.state == FP8 else None
         done, needed = [], []
         for kind in KINDS:
-            is_needed = _is_needed(kind, trains.get(product.name, True), seen, ran, high)
+            is_needed = _is_needed(kind, trains.get(weight, True), seen, ran, high)
             predicted = counts is None and is_needed and product.state == FP8 and kind not in high
             done.append(predicted or (ran is not None and getattr(ran, kind) > 0))
-            needed.append(done[-1] or (is_needed and not is_idle))
+            needed.append(done[-1] or (is_needed and (seen is not None or weight not in prepared.observed.idle)))
         if seen is None and product.kind == CONVOLUTION:
             flops.uncounted += [product.name] * any(needed)
             continue
@@ -359,17 +360,21 @@ def _read_bytes(result: Audit, model: nn.Module, roots: list, optimizers: list) 
 
 
 def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtype | None) -> _Weighed:
-    sizes = dict.fromkeys(BYTE_KEYS, 0) | {"weight": stored_bytes(parameter)}
-    gradient, source = parameter.grad, "none"
-    dtypes = dict.fromkeys(BYTE_KEYS, "") | {"weight": _dtype_name(stored_dtype(parameter))}
-    if gradient is not None and not is_dropped(gradient):
-        sizes["gradient"], source = stored_bytes(gradient), "live"
-        dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
+    sizes, dtypes, source = dict.fromkeys(BYTE_KEYS, 0), dict.fromkeys(BYTE_KEYS, ""), "none"
+
+    def add(key: str, size: int, dtype: torch.dtype) -> None:
+        sizes[key] += size
+        dtypes[key] += ("+" if dtypes[key] else "") + str(dtype).removeprefix("torch.")
+
+    add("weight", stored_bytes(parameter), stored_dtype(parameter))
+    if parameter.grad is not None and not is_dropped(parameter.grad):
+        source = "live"
+        add("gradient", stored_bytes(parameter.grad), stored_dtype(parameter.grad))
     elif is_released(parameter):
         source = "released"
     elif parameter.requires_grad and gradient_dtype is not None:
-        sizes["gradient"], source = gradient_dtype.itemsize * _local(parameter).numel(), "last step"
-        dtypes["gradient"] = _dtype_name(gradient_dtype)
+        source = "last step"
+        add("gradient", gradient_dtype.itemsize * _local(parameter).numel(), gradient_dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
     master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
@@ -379,9 +384,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtyp
         sizes["weight"] -= residual.nbytes
         states["master"] = residual
     for key, value in states.items():
-        kind = "master" if "master" in key else "optimizer"
-        sizes[kind] += stored_bytes(value)
-        dtypes[kind] += ("+" if dtypes[kind] else "") + _dtype_name(stored_dtype(value))
+        add("master" if "master" in key else "optimizer", stored_bytes(value), stored_dtype(value))
     return _Weighed(parameter.numel(), sizes, dtypes, source)
 
 
@@ -425,7 +428,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
         return tensor.ds_tensor  # this rank's part under ZeRO-3
     return local_part(tensor)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

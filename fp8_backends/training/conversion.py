@@ -157,10 +157,7 @@ def restore(model: nn.Module) -> None:
     for name, module in model.named_modules():
         conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
         if conversion is not None and type(module) is not conversion.converted:
-            raise FP8BackendError(
-                f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
-                "restore a model before it is wrapped"
-            )
+            raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
     for module in modules:
         restore_layer(module)
         expert_dispatch.uninstall(module)
@@ -438,14 +435,13 @@ def _build(
         carrier = (compute.build_head if weight is head else build)(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
-                f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
-                f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
+                f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
+                "optimizer: it must keep the layer's Parameter objects"
             )
         if carrier._buffers:
             raise FP8BackendError(
-                f"{product.name}: the backend {compute.name!r} built a layer with buffers "
-                f"({', '.join(carrier._buffers)}), which a copy made before would not have; its build() must keep "
-                f"tensors in attributes that are no buffers"
+                f"{product.name}: build() of the backend {compute.name!r} added buffers "
+                f"({', '.join(carrier._buffers)}), missing in earlier copies: it must keep tensors in plain attributes"
             )
         if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
             product.state = HIGH_PRECISION

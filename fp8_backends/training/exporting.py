@@ -36,7 +36,7 @@ from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import ROWS, SQUARES, Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
-from ..words import counted, listed
+from ..words import by_reason, counted, listed
 from . import quantized_layers
 from .conversion import prepared_roots, unwrapped
 from .weight_products import Found, find_weight_products
@@ -71,14 +71,10 @@ class Export:
 
     def __str__(self) -> str:
         parts = [f"{counted(len(self.exact), 'weight')} as the FP8 codes that training used"] if self.exact else []
-        parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in _by_reason(self.rounded)]
-        parts += [f"{listed(names)} in high precision ({why})" for why, names in _by_reason(self.high_precision)]
+        parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in by_reason(self.rounded.items())]
+        high = by_reason(self.high_precision.items())
+        parts += [f"{listed(names)} in high precision ({why})" for why, names in high]
         return f"{self.folder}, {self.format}: {'; '.join(parts)}"
-
-
-def _by_reason(reasons: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    for why in dict.fromkeys(reasons.values()):
-        yield why, [name for name, reason in reasons.items() if reason == why]
 
 
 def export(
@@ -120,7 +116,8 @@ def export(
     def state_to_write() -> None:
         state.update(_state(model, layers, fmt, result))
         if not result.exact and not result.rounded:
-            texts = "; ".join(f"{listed(names)}: {why}" for why, names in _by_reason(result.high_precision))
+            groups = by_reason(result.high_precision.items())
+            texts = "; ".join(f"{listed(names)}: {why}" for why, names in groups)
             raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {texts}")
 
     def write() -> None:
@@ -139,27 +136,22 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
     """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged. Raise
     `FP8BackendError` for other models."""
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
-        raise FP8BackendError(
-            f"export writes what transformers loads, and {type(model).__name__} is no transformers model: save it with "
-            f"safetensors.torch.save_model"
-        )
+        name = type(model).__name__
+        raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
     weights = find_weight_products(model)
     if any(weight.product.kind == "adapter" for weight in weights) or hasattr(model, "peft_config"):
         raise FP8BackendError(
-            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), and "
-            "prepare(model, None, spec) come before an export of what they make"
+            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), prepare(model, None, spec) first"
         )
     if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
         raise FP8BackendError(
-            f"{listed(foreign)}: FP8 layers of the checkpoint that this model came from: call "
-            f"fp8_backends.checkpoints.dequantize(model) before prepare"
+            f"{listed(foreign)}: FP8 layers of a file: call fp8_backends.checkpoints.dequantize(model) before prepare"
         )
     if not any(weight.conversion for weight in weights):
         raise FP8BackendError(
-            "no layer of this model is prepared, and export writes those that run in FP8 as codes: "
-            'fp8_backends.prepare(model, None, "native:blockwise") comes first'
+            'no layer of this model is prepared: fp8_backends.prepare(model, None, "native:blockwise") comes first'
         )
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

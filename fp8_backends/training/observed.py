@@ -34,8 +34,8 @@ class Observed:
         self.left_out: set[str] | None = None
         """Trainable parameters without an optimizer, as the user knows; None until an optimizer is prepared."""
         self.idle: set[str] = set()
-        """Weights unused in the first step, by the names of their modules and by their own: they train and got no
-        gradient, or PEFT trains a copy in their place (`modules_to_save`)."""
+        """Parameters without a gradient in the first step: they train, or PEFT trains a copy in their place
+        (`modules_to_save`)."""
         self.meter: WorkMeter | None = None
         """The meter of the first step, from the first training forward on."""
         self.first_steps: list[Any] = []
@@ -65,31 +65,15 @@ class Observed:
         if self.meter is not None:
             self.meter.detach()
             self.work, self.meter = self.meter.work, None
-        trains = trainable_by_name(root)
-        got_gradients = _under_module(dict.fromkeys(self.gradient_dtypes, True))
-        if got_gradients:  # else an engine hides them
-            self.idle = {
-                name
-                for name in trains.keys() - self.work.keys() - got_gradients.keys()
-                if trains[name] or "original_module" in name.split(".")
-            }
+        if self.gradient_dtypes:  # else an engine hides them
+            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
+            trained = {name for name, p in named if p.requires_grad or "original_module" in name.split(".")}
+            self.idle = trained - self.gradient_dtypes.keys()
 
     def __getstate__(self) -> dict[str, Any]:
         # these optimizers do not train a copy of the model, and weak references do not pickle
         none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
         return {**self.__dict__, **none_yet, "wrapper": None}
-
-
-def trainable_by_name(root: nn.Module) -> dict[str, bool]:
-    """Map weights to True if they train, by the name of their module and by their own."""
-    named = root.named_parameters(remove_duplicate=False)
-    return _under_module({plain_name(name): parameter.requires_grad for name, parameter in named})
-
-
-def _under_module(by_name: dict[str, bool]) -> dict[str, bool]:
-    """Add entries for the modules with a Parameter `weight`, by the modules' names."""
-    weights = {name: value for name, value in by_name.items() if name.split(".")[-1] == "weight"}
-    return by_name | {name.removesuffix("weight").removesuffix("."): value for name, value in weights.items()}
 
 
 @dataclass

@@ -105,9 +105,8 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
             weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(
-                    f"{name}: this rank has only a part of what is stored of it (sharded weights, or levels O3 and O4 "
-                    f"under DDP): take the plain weights of accelerator.get_state_dict(model), called on all ranks; "
-                    f"or under DDP prepare with shard_states=False"
+                    f"{name}: this rank has only a part of it (sharded weights, or levels O3 and O4 under DDP): call "
+                    "accelerator.get_state_dict(model) on all ranks, or prepare with shard_states=False under DDP"
                 )
             if not _is_plain(weight):
                 refuse_if_held(weight, name)

@@ -131,22 +131,20 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     quantized_layers.check(model)
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise FP8BackendError(
-            "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
-            "(it may run inside)"
+            "tensors of torch.inference_mode() can never train: build and prepare the model outside (it may run inside)"
         )
     check_sharing(model, rules.Setup(recipe, rules.Machine.this()))
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapper.module) for wrapper in _ddp_wrappers(model)):
-        holder, wrap, again = "DDP holds on to", "DistributedDataParallel(model)", "prepare(ddp, optimizer, spec)"
+        reason = "stores the weights in another form, and DDP holds on to them as they were"
+        order = "DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
     elif fsdp2.fsdp_modules(model) and not prepared_roots(model):
-        holder, wrap, again = "FSDP2 has sharded", "fully_shard", "prepare(model, optimizer, spec)"
+        reason = "stores the weights in another form, and FSDP2 has sharded them as they were"
+        order = "fully_shard, then prepare(model, optimizer, spec)"
     else:
         return
-    raise FP8BackendError(
-        f"level {recipe.level} stores the weights in another form, and {holder} them as they were: "
-        f"prepare(model, None, spec) first, then {wrap}, then {again}"
-    )
+    raise FP8BackendError(f"level {recipe.level} {reason}: prepare(model, None, spec) first, then {order}")
 
 
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
@@ -193,9 +191,8 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
             if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
                 return (
                     f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
-                    "device_map), so it would not train: Accelerate's hooks put a copy of its weight in place for each "
-                    "forward, and drop it with its gradient. Take them away "
-                    "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or freeze it"
+                    "device_map), so it would not train: Accelerate's hooks drop its copy after each forward. "
+                    "Freeze it, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
                 )
     return None
 
@@ -205,8 +202,8 @@ def _unknown_to(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str |
         return None
     names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
     return (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
-        "optimizer from the parameters() of the very model that is prepared"
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make it from "
+        "this model's parameters()"
     )
 
 
@@ -221,8 +218,8 @@ def _shared_after(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str
     if not names:
         return None
     return (
-        f"the optimizer was made before ranks shared {listed(names)}, and holds whole parameters that the model has no "
-        "longer, so these would not train: make the optimizer after parallelize_module"
+        f"the optimizer was made before ranks shared {listed(names)}, so these would not train: make it after "
+        "parallelize_module"
     )
 
 
@@ -268,8 +265,7 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
     if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
         raise FP8BackendError(
-            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3): FP8 codes of whole weights would take the memory that "
-            "sharding saves; leave keep_weight_casts out"
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would undo the saving: omit keep_weight_casts"
         )
     for _, root, prepared in roots:
         prepared.compute.keep_weight_casts(root, keep)

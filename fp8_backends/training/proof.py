@@ -51,10 +51,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
-        raise FP8BackendError(
-            f"FP8 cannot be proven with an optimizer of type {type(optimizer).__name__}: it must be a "
-            "torch.optim.Optimizer, so that its first step can be watched"
-        )
+        name = type(optimizer).__name__
+        raise FP8BackendError(f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer")
     roots = [root for model in models for root in conversion.prepared_roots(model)]
     held = parameter_ids(optimizer)
     # sharding may have swapped all parameters; then every model counts

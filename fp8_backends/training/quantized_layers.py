@@ -200,9 +200,7 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
             what = "compressed-tensors has decompressed it in a forward, and frozen it"
         raise FP8BackendError(f"{name}, {kind.title}: {what}; {LOAD_PLAIN}")
     if is_distributed(weight) or weight.is_meta:
-        raise FP8BackendError(
-            f"{name}: its codes are sharded, or not loaded yet: dequantize when they are there, whole"
-        )
+        raise FP8BackendError(f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers")
     block = _block(layer, kind)
     blocks = tuple(-(-size // side) for size, side in zip(weight.shape, block, strict=True))
     shape = scales.shape if kind is not ROWWISE_LINEAR else scales.shape[::-1]

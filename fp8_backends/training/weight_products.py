@@ -25,7 +25,7 @@ from ..numerics.block_codes import BlockCodes
 from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
-from ..words import as_html, counted, listed, share
+from ..words import as_html, by_reason, counted, listed, share
 from . import quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
@@ -155,25 +155,17 @@ class ConversionReport:
     @property
     def _names_by_state(self) -> dict[str, str]:
         """Names in FP8 by note, then the others by reason."""
-        noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
-        high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
-        return _grouped([*noted, *high])
+        noted = [(p.name, f"in FP8 ({p.reason})" if p.reason else "in FP8") for p in self.products if p.state == FP8]
+        groups = by_reason([*noted, *self.foreign_fp8.items(), *self.high_precision.items()])
+        return {reason: listed(names) for reason, names in groups}
 
     @property
     def _norms_line(self) -> list[str]:
         if not self.norms:
             return []
-        unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
+        unswapped = by_reason((norm.name, norm.reason) for norm in self.norms if not norm.swapped)
         line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
-        return [line + "".join(f"; {names}: {reason}" for reason, names in unswapped.items())]
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """List the names of each reason, from (reason, name)."""
-    groups: dict[str, list[str]] = {}
-    for reason, name in pairs:
-        groups.setdefault(reason, []).append(name)
-    return {reason: listed(names) for reason, names in groups.items()}
+        return [line + "".join(f"; {listed(names)}: {reason}" for reason, names in unswapped)]
 
 
 @dataclass

@@ -98,7 +98,7 @@ def gallery() -> str:
 
 
 def packed_nodes() -> str:
-    """Return the autograd nodes whose saved tensors are packed, with the bound of each."""
+    """Return the packed autograd nodes, with the error bound of each."""
     rows = [["node", "saved tensors", "how far gradients are off"]]
     for name, kept in saved_activations.NODES.items():
         only = " (``fp8+attention``)" if kept.attention else ""

@@ -94,7 +94,7 @@ def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
 
 
 def test_examples_that_run_on_several_ranks_end_their_process_groups():
-    """A rank that leaves its gloo group to Python's exit is aborted there now and then, after all its work."""
+    """Python sometimes aborts a rank with an open gloo group at exit, after all its work."""
     on_ranks = [block for block in code_blocks("python") if "torchrun" in block.text]
     assert len(on_ranks) == 2
     for block in (code_blocks("python", README)[0], *on_ranks):  # commands start the README's on several ranks

@@ -1,8 +1,8 @@
-"""Random models from a seed: what users build of `nn.Module`s, in odd combinations.
+"""Build random models from a seed, in odd combinations.
 
 `RandomModel(seed)` is a chain of blocks over [batch, tokens, width], with an embedding or a Linear in front and a head
-behind. Its blocks hold layers of several dtypes, parts that are frozen, used twice, shared, tied, parametrized or
-lazy, and weights that are views of other memory. `described` says in words what was drawn.
+behind. Its blocks hold layers of several dtypes; frozen, reused, shared, tied, parametrized and lazy parts; and weights
+in other memory. `described` lists the draws in words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY, BATCH, TOKENS = 32, 4, 8
 
 
 class Block(nn.Module):
-    """A part that runs in its own dtype, around which activations are FP32."""
+    """A part in its own dtype between FP32 activations."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, residual: bool, twice: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Mirrored(nn.Module):
 
 
 class Around(nn.Module):
-    """A module that conversion leaves alone, inside a function of (module, input)."""
+    """A module left alone by conversion, inside a function of (module, input)."""
 
     def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class RandomModel(nn.Module):
         return nn.Sequential(*parts, nn.Dropout(0.1), nn.GELU())
 
     def linears(self) -> list[nn.Linear]:
-        """Plain Linear layers, which have a weight of their own."""
+        """Return plain Linear layers with their own weight."""
         found = [m for m in self.modules() if type(m) is nn.Linear and "weight" in m._parameters]
         return [m for m in found if not nn.utils.parametrize.is_parametrized(m)]
 
@@ -179,7 +179,7 @@ class RandomModel(nn.Module):
             self.head.weight = self.stem.weight
 
     def _make_odd(self) -> None:
-        """Give a layer a weight that is tied, or a view of other memory."""
+        """Tie the weight of a layer, or make it a view of other memory."""
         layer = self.draw.choice(self.linears())
         weight = layer.weight.detach()
         like = [m for m in self.linears() if m is not layer and m.weight.dtype == weight.dtype]

@@ -1,4 +1,4 @@
-"""The share of FP8 is counted over all products with weights that a training step makes, as PyTorch counts them."""
+"""Count the share of FP8 over all products with weights of a training step, like PyTorch's counter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counted_flops(model, *inputs):
 
 
 def flops_of_linears(*sizes):
-    """Of fprop, dgrad and wgrad, for (rows, in, out) each."""
+    """Sum fprop, dgrad and wgrad, for (rows, in, out) each."""
     return sum(6 * rows * n_in * n_out for rows, n_in, n_out in sizes)
 
 
@@ -78,7 +78,7 @@ def test_convolutions_of_every_form_count(capfd):
 
 
 def test_a_group_of_a_convolution_reads_its_own_channels_only():
-    """PyTorch's counter takes the gradients of a grouped convolution for those of one without groups."""
+    """PyTorch's counter ignores groups in the gradients of a convolution."""
     model = nn.Sequential(nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8))
     meter = WorkMeter(model, find_weight_products(model))
     assert model(torch.randn(5, 16, 12)).shape == (5, 8, 20)
@@ -102,7 +102,7 @@ def test_bilinear_counts_with_both_of_its_inputs():
 
 
 class Rows(nn.Module):
-    """Layers that different numbers of rows pass, one that runs twice, and one whose result nobody uses."""
+    """Layers with different numbers of rows, one used twice, and one without use of its result."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Rows(nn.Module):
 
 
 class Spare(nn.Module):
-    """A layer that nobody calls, and one whose weight another function multiplies by."""
+    """A layer without a call, and one with a weight multiplied by another function."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_each_layer_counts_with_the_rows_that_passed_it(spec):
 
 
 class Frozen(nn.Module):
-    """A tower that runs without gradients, before layers that train."""
+    """A tower without gradients, before layers that train."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def test_layers_that_multiply_by_several_weights_count_them_all():
 
 
 class Recurrent(nn.Module):
-    """A classifier of sequences that reads the last hidden state, or all the states of packed sequences."""
+    """A classifier of sequences by the last hidden state, or by all states of packed sequences."""
 
     def __init__(self, packed):
         super().__init__()
@@ -272,7 +272,7 @@ def test_a_traced_forward_does_not_count():
 
 
 def test_a_replica_of_data_parallel_is_not_measured():
-    """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
+    """PyTorch makes one for each GPU and forward, with the model's dictionaries of hooks."""
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
     replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
     replica(torch.randn(8, 16)).sum().backward()

@@ -1,4 +1,4 @@
-"""Models that come from an FP8 checkpoint: refused, made plain, or left frozen; and what is saved of them."""
+"""Models from an FP8 checkpoint: refused, made plain, or left frozen; and saved."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
 
 
 def test_frozen_fp8_linear_is_named_for_what_it_is():
-    """Under adapters it stays: FP8 that this package neither makes nor proves, and no high precision."""
+    """It stays under adapters: foreign FP8, neither high precision nor proven here."""
     quantized = with_fp8_linear(llama())
     for name, parameter in quantized.named_parameters():
         parameter.requires_grad_("_proj" not in name)
@@ -131,8 +131,7 @@ def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
 
 
 def test_products_of_codes_are_those_of_their_values():
-    """Against FP64 over the reference's codes of what is quantized here: up to FP32 sums, and one rounding of values to
-    bf16 where bf16 multiplies."""
+    """Compare with FP64 over reference codes: equal up to FP32 sums, and one bf16 rounding for bf16 products."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     torch.manual_seed(0)
@@ -186,7 +185,7 @@ def test_other_layers_with_codes_are_refused_with_a_way_out():
 
 
 def test_what_transformers_dequantized_is_saved_plain(tmp_path):
-    """Without a GPU it dequantizes while it loads, and `save_pretrained` would write codes that nothing announces."""
+    """Without a GPU it dequantizes while loading, and `save_pretrained` would write unannounced codes."""
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path / "fp8")
     for name, made_plain in (
         ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
@@ -203,7 +202,7 @@ def test_what_transformers_dequantized_is_saved_plain(tmp_path):
 
 @pytest.fixture
 def loads_codes(monkeypatch):
-    """A stub for a GPU that multiplies FP8: transformers asks for one before it loads `FP8Linear`."""
+    """Pretend a GPU with FP8 products: transformers needs one to load `FP8Linear`."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)

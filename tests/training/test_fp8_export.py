@@ -1,4 +1,4 @@
-"""`fp8_backends.checkpoints.export`: the codes that trained, in checkpoints that stock transformers loads."""
+"""`fp8_backends.checkpoints.export`: the codes of training, in checkpoints for stock transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOTH = list(SCALES)
 
 @pytest.fixture
 def multiplied(monkeypatch):
-    """A function that runs a training forward and returns what each layer's fprop multiplied by: (codes, scale_inv)."""
+    """Return a function to run a training forward and collect each layer's codes in fprop: (codes, scale_inv)."""
 
     def run(model):
         found, running = {}, []
@@ -150,7 +150,7 @@ def test_a_block_whose_largest_code_is_224_is_exported_again_with_the_same_value
     ],
 )
 def test_sizes_that_are_no_multiples_of_128(spec, format, exact, rounded, tmp_path):
-    """What a format cannot hold so that transformers reads it rightly is rounded anew, or stays as it is."""
+    """Weights without an exact form in a format are rounded, or stay unchanged."""
     model = trained(spec, hidden=192, inner=320)
     result = fp8_backends.checkpoints.export(model, tmp_path, format)
     assert {name.rpartition(".")[2] for name in result.exact} == exact

@@ -1,4 +1,4 @@
-"""`fused_head`: which layer it takes, what it says where it takes none, and that all else of a model stays."""
+"""`fused_head`: its layer, its warnings without one, and everything else of a model unchanged."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_compiled_code_has_an_ordinary_head_and_eager_code_around_compiled_layer
 
 
 def tiny(kind: str, **fields):
-    """Of a family that multiplies its logits, or caps them."""
+    """A tiny model of a family with scaled or capped logits."""
     import transformers
 
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints, and which checkpoint of a folder is the newest whole one."""
+"""Manifests of checkpoints, and the newest whole checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = fp8_backends.resolve("native:delayed")
 
 
 def checkpoint(folder: Path, step: int = 1, sealed: bool = True) -> Path:
-    """A folder with files as Accelerate writes them, one of them in a folder of its own."""
+    """Write a folder of files like Accelerate, one of them in a subfolder."""
     (folder / "part").mkdir(parents=True)
     for name in ("random_states_0.pkl", "model.safetensors", "part/__0_0.distcp"):
         (folder / name).write_bytes(name.encode() * 100 + bytes([step]))
@@ -106,7 +106,7 @@ def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
 
 
 def rewritten(folder: Path, **changed) -> None:
-    """Give the manifest of a checkpoint other values, with a checksum that fits."""
+    """Change values in the manifest of a checkpoint, and its checksum."""
     record = json.loads((folder / manifest.NAME).read_bytes())
     del record["sha256"]
     (folder / manifest.NAME).write_bytes(manifest._text(record | changed))
@@ -166,7 +166,7 @@ def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, c
     ],
 )
 def test_a_manifest_that_says_something_else_than_ours_is_damaged(key, value, tmp_path):
-    """Its checksum is right: it tells damage, and not who wrote it."""
+    """Its checksum is right: a checksum proves integrity, not authorship."""
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     rewritten(folder, **{key: value})
     found = manifest.condition(folder)

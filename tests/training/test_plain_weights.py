@@ -1,4 +1,4 @@
-"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, what was stored afterwards, and no change is lost."""
+"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, stored forms afterwards, and no change lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is also that of a layer, and a layer after it."""
+    """An embedding tied to a layer, and another layer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()

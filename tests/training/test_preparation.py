@@ -107,25 +107,9 @@ def test_an_optimizer_of_another_model_is_refused():
         preparation.prepare(net(), others, {"backend": "native", "on_unproven": "warn"})
 
 
-@pytest.mark.parametrize("spec", BACKENDS)
-def test_integer_parameters_are_left_alone(spec):
-    model = net()
-    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
-    packed = nn.Linear(32, 32, bias=False)
-    packed.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
-    model.packed = packed
-    model.forward = lambda x: model[2](model[1](model[0](x)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preparation.prepare(model, optimizer, spec)
-    assert type(packed) is nn.Linear and packed.weight.dtype == torch.int8
-    before = model[0].weight.detach().clone()
-    step(model, optimizer)
-    assert not torch.equal(before, model[0].weight)
-
-
 def test_a_wrapped_optimizer_is_watched_all_the_same(capfd):
     class Wrapper(torch.optim.Optimizer):
-        """As Accelerate's: it is a torch optimizer, and has one."""
+        """A torch optimizer around another, like Accelerate's."""
 
         def __init__(self, optimizer):
             self.optimizer = optimizer

@@ -25,7 +25,7 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 
 
 class Net(nn.Module):
-    """Two layers of one shape and one of another; `used` and `checkpointed` change what a forward runs."""
+    """Two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
 
     def __init__(self, used=True, checkpointed=None):
         super().__init__()
@@ -96,7 +96,7 @@ def counts(model):
 
 @pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
 def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
-    """A profiler that is stopped inside a backward would be on for good, and remember every operator."""
+    """A profiler stopped inside a backward would stay on, and record every operator."""
     torch.manual_seed(0)
     model = Net()
     groups = [[p] for p in model.parameters()] if each else [list(model.parameters())]
@@ -196,7 +196,7 @@ def test_a_dispatch_mode_around_the_first_step_hides_no_product(emulate, capfd):
 
 
 def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
-    """In the first a profiler that notes shapes would let PyTorch warn of each tensor that the compiler passes."""
+    """A profiler with shapes in the first would trigger PyTorch's warning about each tensor in the compiler."""
     torch._dynamo.reset()
     model, optimizer = prepared()
     model.last.compile(backend="aot_eager")
@@ -238,25 +238,18 @@ def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capf
     assert "10/10 Linear" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "forward alone"])
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_the_proof_recompiles_nothing(spec):
+def test_the_proof_recompiles_nothing(spec, whole):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))  # compiled with its own hooks inside
     _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), spec)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if whole:
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="aot_eager")
     for _ in range(4):
-        step(compiled, optimizer)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_forward_that_is_compiled_alone_is_compiled_once():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), "native:dynamic")
-    model.forward = torch.compile(model.forward, backend="eager")
-    for _ in range(3):
         step(model, optimizer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -400,7 +393,7 @@ def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(sp
 
 
 def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
-    """Storing a weight swaps its tensor, which nothing else may hold then."""
+    """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
     failed(torch.randn(8, 32))  # and nothing follows: an error, after which its model is still there
     new = Net()

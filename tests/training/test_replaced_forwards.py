@@ -1,4 +1,4 @@
-"""A forward that another library wrapped on the instance: the layer inside runs in FP8, and follows its class back."""
+"""A forward wrapped on the instance by another library: the layer inside runs in FP8, and restores its class."""
 
 from __future__ import annotations
 
