@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -241,66 +240,60 @@ class LayerFilter:
 
     def __init__(self, recipe: Recipe) -> None:
         patterns = recipe.include or ()
-        self.include = [NamePattern(text) for text in patterns if not text.startswith("+")]
-        self.added = [NamePattern(text[1:]) for text in patterns if text.startswith("+")]
-        self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
+        self.include = [pattern for pattern in patterns if not pattern.startswith("+")]
+        self.added = [pattern[1:] for pattern in patterns if pattern.startswith("+")]
+        self.exclude = recipe.exclude or ()
         self.accepts = recipe.module_filter_func
 
     def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
         """Raise `RecipeError` for a pattern without a match (`exclude` may also name norms to swap), or a pattern of
         `include` that matches only weights with obstacles."""
         for pattern in (*self.include, *self.added):
-            matched = pattern.matched("include", weights)
+            matched = _matched("include", pattern, weights)
             if all(weight.obstacle for weight in matched):
                 raise RecipeError(
-                    f"include: {pattern.text!r} matches only weights that cannot be converted, such as "
+                    f"include: {pattern!r} matches only weights that cannot be converted, such as "
                     f"{matched[0].product.name}: {matched[0].obstacle}"
                 )
         for pattern in self.exclude:
-            if not any(map(pattern.matches, norms)):
-                pattern.matched("exclude", weights)
+            if not any(_matches(pattern, norm) for norm in norms):
+                _matched("exclude", pattern, weights)
 
     def exclusion(self, weight: Found) -> str | None:
         """Return the reason to leave a weight out, or None."""
         product = weight.product
         if reason := self.excluded(product):
             return reason
-        if self.include and not any(pattern.matches(product) for pattern in self.include):
+        if self.include and not any(_matches(pattern, product) for pattern in self.include):
             return "not named in include"
         if self.accepts is not None and not self.accepts(weight.module, product.name):
             return "left out by module_filter_func"
-        chosen = self.include or self.accepts is not None or any(pattern.matches(product) for pattern in self.added)
+        chosen = self.include or self.accepts is not None or any(_matches(pattern, product) for pattern in self.added)
         return None if chosen else weight.default_exclusion
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
         """Return the reason to leave out a weight or norm named by `exclude`, or None."""
-        texts = (pattern.text for pattern in self.exclude if pattern.matches(layer))
-        return next((f"left out by exclude={text!r}" for text in texts), None)
+        matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
+        return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
 
 
-class NamePattern:
-    """An fnmatch pattern over any full name of a layer; without a dot also over any single segment of it."""
+def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
+    """Match an fnmatch pattern with any full name of a layer; without a dot also with any single segment of it."""
+    segments = [] if "." in pattern else [segment for name in layer.names for segment in name.split(".")]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (*layer.names, *segments))
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._match = re.compile(fnmatch.translate(text)).match
 
-    def matches(self, layer: WeightProduct | NormLayer) -> bool:
-        segments = [] if "." in self.text else [segment for name in layer.names for segment in name.split(".")]
-        return any(map(self._match, (*layer.names, *segments)))
-
-    def matched(self, field_name: str, weights: list[Found]) -> list[Found]:
-        """Return the weights with such a name. Raise `RecipeError` if there is none."""
-        if matched := [weight for weight in weights if self.matches(weight.product)]:
-            return matched
-        names = [weight.product.name for weight in weights]
-        words = {*names, *(part for name in names for part in name.split("."))}
-        near = difflib.get_close_matches(self.text, sorted(words), n=3) or names[:3]
-        raise RecipeError(
-            f"{field_name}: no weight of this model matches {self.text!r}; names are such as "
-            f"{', '.join(map(repr, near))}. A pattern without a dot matches any one part of a name; "
-            "'a.b.*' matches all inside a.b"
-        )
+def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:
+    """Return the weights that a pattern matches. Raise `RecipeError` without any."""
+    if matched := [weight for weight in weights if _matches(pattern, weight.product)]:
+        return matched
+    names = [weight.product.name for weight in weights]
+    words = {*names, *(part for name in names for part in name.split("."))}
+    near = difflib.get_close_matches(pattern, sorted(words), n=3) or names[:3]
+    raise RecipeError(
+        f"{field_name}: no weight of this model matches {pattern!r}; names are such as {', '.join(map(repr, near))}. A "
+        "pattern without a dot matches any one part of a name; 'a.b.*' matches all inside a.b"
+    )
 
 
 def _find(root: nn.Module, recipe: Recipe) -> list[Found]:

@@ -246,10 +246,10 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
     bit-identical.
 
     An optimizer step watched by `prepare` discards the codes, and so does any other change of the weight except a
-    write through `weight.data` between two microbatches. They take one byte for each weight element; rules with one
-    scale a tensor hold these bytes from forward to backward anyway. `native:delayed` (its scales move with every
-    forward), other backends and compiled code ignore the setting. An `Accelerator` with `gradient_accumulation_steps`
-    above 1 turns it on automatically if weights are whole on every rank.
+    write through `weight.data` between two microbatches. Codes take one byte an element; rules with one scale a tensor
+    hold them until backward anyway. `native:delayed` (its scales move with every forward), other backends and compiled
+    code ignore the setting. An `Accelerator` with `gradient_accumulation_steps` above 1 turns it on automatically if
+    weights are whole on every rank.
 
     Args:
         model: prepared, or holds prepared models.
@@ -453,8 +453,8 @@ def whole_states(
 
     Args:
         receives: gather on this rank: up to 5 bytes an element on the CPU, and 12 more in the optimizer's
-            `state_dict()` of plain values. Elsewhere `state_dict()` works inside too, at any level, with placeholders
-            on the meta device for weights of other ranks (their states are left out) and for this rank's scaled states.
+            `state_dict()`. On other ranks `state_dict()` has placeholders on the meta device for this rank's scaled
+            states and for weights of other ranks, whose states are left out.
         moments: False for weights only, 2 bytes an element at most.
     """
     check_is_optimizer(optimizer)

@@ -69,7 +69,7 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 
 
 @pytest.mark.parametrize("line", TRAINS_HERE)
-def test_every_training_command_that_needs_no_gpu_trains_with_what_it_names(line, folder, monkeypatch):
+def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
     assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
 
@@ -87,7 +87,7 @@ def launches() -> list[str]:
 
 
 @pytest.mark.parametrize("line", launches())
-def test_every_other_launch_is_understood_by_the_launcher_that_it_names(line):
+def test_every_other_launch_is_parsed_by_its_launcher(line):
     program, *arguments = [word for word in shlex.split(line) if not re.match("[A-Z_0-9]+=", word)]
     if program == "torchrun":
         script = get_args_parser().parse_args(arguments).training_script
@@ -102,7 +102,7 @@ def test_every_other_launch_is_understood_by_the_launcher_that_it_names(line):
             assert recipe == FP8RecipeKwargs(backend=name, **({"margin": 1} if "--fp8_margin 1" in line else {}))
 
 
-def test_the_config_commands_and_their_files_mean_what_is_said(folder, capsys):
+def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
     guide = GUIDES / "configuration.rst"
     lines = [line for line in commands(guide) if line.startswith("fp8-backends config ")]
     assert len(lines) == 3
@@ -140,7 +140,7 @@ def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
 
 
 @pytest.mark.slow
-def test_the_estimates_shown_are_those_that_are_printed(folder, capsys):
+def test_the_guide_shows_the_printed_estimates(folder, capsys):
     guide = GUIDES / "estimate.rst"
     ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
     assert main([*shlex.split(ours)[1:], "--backend", "bf16,msamp:O2"]) == 0
@@ -167,7 +167,7 @@ def parsed(name: str, command) -> list[argparse.Namespace]:
     return [parser.parse_args(shlex.split(line)[2:]) for line in lines]
 
 
-def test_compare_monitor_and_advise_commands_name_options_and_backends_that_exist():
+def test_compare_monitor_and_advise_commands_name_existing_options_and_backends():
     compared, advised, (monitored,) = parsed("compare", compare), parsed("advise", advise), parsed("monitor", monitor)
     assert len(compared) == 2 and len(advised) == 2
     names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
@@ -175,13 +175,13 @@ def test_compare_monitor_and_advise_commands_name_options_and_backends_that_exis
     assert (monitored.file, monitored.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
 
 
-def test_the_examples_commands_copy_what_they_name(folder):
+def test_the_examples_commands_copy_their_examples(folder):
     lines = [line for line in commands() if line.startswith("fp8-backends examples")]
     assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
     assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
 
 
-def test_the_checkpoint_command_lists_the_folder_that_is_shown(folder, capsys):
+def test_the_checkpoint_command_lists_its_folder(folder, capsys):
     (line,) = [line for line in commands() if line.startswith("fp8-backends checkpoint")]
     words = shlex.split(line)[1:]
     Path(words[-1], "checkpoint_0").mkdir(parents=True)
@@ -189,14 +189,14 @@ def test_the_checkpoint_command_lists_the_folder_that_is_shown(folder, capsys):
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
-def test_every_benchmark_has_the_options_that_are_shown(line, folder):
+def test_every_benchmark_has_its_shown_options(line, folder):
     _, script, *arguments = shlex.split(line)
     shown = warm_process.run(str(ROOT / script), "--help")
     assert shown.returncode == 0, shown.stderr
     assert all(word in shown.stdout for word in arguments if word.startswith("--"))
 
 
-def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
+def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
     lines = [line for line in commands() if "-m pytest" in line or "-m sphinx" in line]
     assert len(lines) >= 2
     for line in lines:

@@ -72,7 +72,7 @@ def test_every_engine_of_a_proof_line_is_explained():
 
 
 @pytest.mark.parametrize("document", generated.DOCUMENTS, ids=lambda path: path.name)
-def test_a_guide_shows_what_the_code_generates(document):
+def test_a_guide_shows_its_generated_part(document):
     """`python tests/docs/generated.py --write` updates it."""
     text = generated.written(document)
     assert text == document.read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
         assert shown in ended.stdout.splitlines(), f"print({call}) did not print {shown}"
 
 
-def test_examples_that_run_on_several_ranks_end_their_process_groups():
+def test_examples_on_several_ranks_end_their_process_groups():
     """Python sometimes aborts a rank with an open gloo group at exit, after all its work."""
     on_ranks = [block for block in code_blocks("python") if "torchrun" in block.text]
     assert len(on_ranks) == 2
@@ -101,7 +101,7 @@ def test_examples_that_run_on_several_ranks_end_their_process_groups():
         assert re.search(r"\b(end_training|destroy_process_group)\(\)$", block.text.rstrip()), block
 
 
-def test_the_proof_line_of_the_readme_is_the_one_that_is_printed(tmp_path):
+def test_the_readme_shows_the_printed_proof_line(tmp_path):
     (proof,) = [block.text.strip() for block in literal_blocks(README) if "of weight FLOPs in FP8" in block.text]
     ended = warm_process.run("-c", code_blocks("python", README)[0].text, cwd=tmp_path)
     assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's

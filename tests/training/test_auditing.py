@@ -100,7 +100,7 @@ def test_an_unknown_optimizer_is_not_taken_for_none():
     assert auditing.audit(model, torch.optim.SGD(model.parameters())).bytes_per_element["optimizer"] == 0
 
 
-def test_a_model_that_was_not_prepared_has_no_fp8():
+def test_an_unprepared_model_has_no_fp8():
     model = Net()
     audit = auditing.audit(model, torch.optim.AdamW(model.parameters()))
     assert audit.flops_share == 0 and not audit.products

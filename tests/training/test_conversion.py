@@ -194,7 +194,7 @@ def test_converting_again_with_an_equal_recipe_changes_nothing(backend):
     assert train(model) == train(once)
 
 
-def test_another_recipe_for_a_prepared_model_is_an_error_that_says_what_to_do():
+def test_another_recipe_for_a_prepared_model_is_an_error_with_a_fix():
     model = mlp(32, 32, 32)
     convert(model)
     with pytest.raises(RecipeError, match="native:dynamic already, and ao:tensorwise .*restore"):
@@ -224,7 +224,7 @@ def test_layers_added_since_are_converted_when_prepared_again(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_part_that_was_prepared_alone_belongs_to_the_model_prepared_later(backend):
+def test_a_part_prepared_alone_belongs_to_the_model_prepared_later(backend):
     part = mlp(32, 32, 32)
     convert(part, backend)
     model = nn.Sequential(part, nn.Tanh(), nn.Linear(32, 16))
@@ -318,7 +318,7 @@ class Failing(NativeCompute):
 
 
 @pytest.mark.parametrize("at", ["build", "attach", "other Parameters"])
-def test_a_conversion_that_fails_leaves_the_model_as_it_was(at):
+def test_a_failed_conversion_leaves_the_model_unchanged(at):
     model, untouched = mlp(32, 32, 32), mlp(32, 32, 32)
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(FP8BackendError, match=at):

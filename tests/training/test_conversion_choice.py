@@ -64,7 +64,7 @@ def test_head_and_router_stay_in_high_precision(model):
     assert_ran_in_fp8(prepared, model, 8)
 
 
-def test_a_name_that_means_a_head_for_a_child_of_the_root_does_not_deeper_down():
+def test_a_heads_name_counts_only_for_a_child_of_the_root():
     model = nn.Sequential(Language("output"))
     assert "0.output" in convert(model).report.converted
     learns(model)
@@ -103,7 +103,7 @@ def test_the_users_choice_of_layers_is_followed(fields, converted):
 
 
 @pytest.mark.parametrize("field, added", [("include", ""), ("include", "+"), ("exclude", "")])
-def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_close(field, added):
+def test_a_pattern_without_a_match_is_an_error_with_close_names(field, added):
     model = Language()
     with pytest.raises(RecipeError, match=rf"{field}: .*'gate_prj'.*'gate_proj'"):
         convert(model, **{field: [f"{added}up", f"{added}gate_prj"]})
@@ -197,7 +197,7 @@ def test_integer_and_empty_layers_are_named_and_left_alone():
     assert counts(model.up) == [8, 0, 8, 0]
 
 
-def test_attention_that_uses_its_weights_directly_is_named_and_still_trains():
+def test_attention_with_its_own_products_is_named_and_trains():
     """`nn.MultiheadAttention` never calls its out_proj, and multiplies by in_proj_weight itself."""
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
@@ -212,7 +212,7 @@ def test_attention_that_uses_its_weights_directly_is_named_and_still_trains():
     assert_ran_in_fp8(prepared, model, 8)
 
 
-def test_lone_experts_count_by_the_experts_that_a_token_visits():
+def test_listed_experts_count_by_the_visits_of_a_token():
     class Mixture(nn.Module):
         def __init__(self, config=None):
             super().__init__()
@@ -250,7 +250,7 @@ def test_nothing_to_convert_is_an_error_with_the_reasons_or_a_warning(backend):
 # the report
 
 
-def test_the_report_says_in_text_what_ran_where_and_why():
+def test_the_report_lists_states_and_reasons():
     model = nn.Sequential(Language())
     prepared = convert(model, exclude=["up"])
     text = str(prepared.report)

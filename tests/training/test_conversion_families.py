@@ -93,7 +93,7 @@ def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_an_include_that_names_what_cannot_be_converted_is_an_error_that_says_why():
+def test_an_include_of_unsupported_weights_is_an_error_with_the_reason():
     model, plain = build("mixtral"), build("mixtral")
     with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):
         convert(model, include=["q_proj", "gate"])
@@ -133,7 +133,7 @@ def test_a_saved_model_loads_into_stock_transformers(tmp_path):
     assert loss_of(loaded, batch()).item() < losses[0]
 
 
-def test_other_models_keep_every_layer_that_fp8_can_serve():
+def test_a_sequence_classifier_converts_all_but_its_head():
     """A sequence classifier: the head is found by its name, the pooler converts."""
     import transformers
 

@@ -49,7 +49,7 @@ def flops_of_linears(*sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-def test_the_share_is_that_of_pytorchs_counter(name):
+def test_the_share_equals_pytorchs_counter(name):
     model = architectures.build(name)
     model, optimizer = prepared(model)
     architectures.loss_of(model, architectures.batch(name)).backward()
@@ -127,7 +127,7 @@ class Spare(nn.Module):
         return self.last(nn.functional.linear(x, self.around.weight))
 
 
-def test_a_layer_that_takes_no_part_does_not_count():
+def test_an_idle_layer_does_not_count():
     audit = trained(Spare(), torch.randn(8, 16, requires_grad=True), spec={"backend": "native", "exclude": ["around"]})
     assert audit.flops_share == pytest.approx(1 / 2) and not audit.uncounted
 
@@ -144,7 +144,7 @@ def test_pefts_copy_counts_in_the_place_of_the_original():
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_each_layer_counts_with_the_rows_that_passed_it(spec):
+def test_each_layer_counts_with_its_rows(spec):
     audit = trained(Rows(), torch.randn(4, 8, 16, requires_grad=True), spec={"backend": spec, "exclude": ["one"]})
     in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
     assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
@@ -178,7 +178,7 @@ def test_recomputed_forwards_count_once(use_reentrant):
     assert trained(model, x).flops_share == pytest.approx(flops_of_linears((16, 16, 32), (16, 32, 16)) / total)
 
 
-def test_layers_that_multiply_by_several_weights_count_them_all():
+def test_layers_with_several_weights_count_them_all():
     recurrent, attention = nn.LSTM(16, 32, num_layers=2), nn.MultiheadAttention(32, 4)
     model = nn.ModuleList([recurrent, attention])
     found = find_weight_products(model)
@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "hidden state"])
-def test_recurrent_layers_count_whatever_they_take_and_give(packed):
+def test_recurrent_layers_count_with_any_inputs_and_outputs(packed):
     audit = trained(Recurrent(packed), torch.randn(10, 4, 16))
     in_fp8 = flops_of_linears((40 if packed else 4, 32, 16))
     # the first weight's input needs no gradient
@@ -244,7 +244,7 @@ def test_a_layer_without_a_size_counts_when_it_has_one():
     assert fp8_backends.audit(model).flops_share == pytest.approx(sizes[1] / sum(sizes))
 
 
-def test_forwards_that_train_nothing_do_not_count():
+def test_forwards_without_training_do_not_count():
     """Text is generated between the microbatches, and a forward raises."""
     model, optimizer = prepared(Rows(), {"backend": "native", "exclude": ["one"]})
     x = torch.randn(4, 8, 16, requires_grad=True)
@@ -292,7 +292,7 @@ def test_compiled_convolutions_are_named_as_not_counted(capfd):
     assert "1 convolution not counted" in line
 
 
-def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
+def test_a_compiled_part_weighs_as_much_as_an_eager_one():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     fp8_backends.prepare(model[0], optimizer, {"backend": "native", "exclude": ["0"]})
@@ -306,7 +306,7 @@ def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
 # layers that come after `prepare`
 
 
-def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(caplog):
+def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
     x = torch.randn(8, 16, requires_grad=True)
     step(model, optimizer, x)
@@ -326,7 +326,7 @@ def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(capl
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
-def test_parameters_that_came_later_and_that_no_optimizer_holds_are_named_once(backend, caplog):
+def test_later_parameters_without_an_optimizer_are_named_once(backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
     optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # of 2.weight none, as the user likes it
     for optimizer in optimizers:
@@ -341,7 +341,7 @@ def test_parameters_that_came_later_and_that_no_optimizer_holds_are_named_once(b
     assert not caplog.text
 
 
-def test_a_layer_that_takes_the_place_of_another_is_noticed(caplog):
+def test_a_replaced_layer_is_noticed(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
     model, optimizer = prepared(model, {"backend": "native", "exclude": ["1"]})

@@ -68,7 +68,7 @@ def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
         assert quantized.model.layers[0].mlp.up_proj.weight.dtype == expected
 
 
-def test_frozen_fp8_linear_is_named_for_what_it_is():
+def test_frozen_fp8_linear_is_reported_as_foreign():
     """It stays under adapters: foreign FP8, neither high precision nor proven here."""
     quantized = with_fp8_linear(llama())
     for name, parameter in quantized.named_parameters():
@@ -103,7 +103,7 @@ def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("sizes", [(256, 384), (192, 320)])
-def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
+def test_adapters_train_over_bit_identical_codes(sizes):
     quantized = with_fp8_linear(llama(*sizes))
     before = {
         f"base_model.model.{name}": (layer.weight.detach().clone(), layer.weight_scale_inv.detach().clone())
@@ -184,7 +184,7 @@ def test_other_layers_with_codes_are_refused_with_a_way_out():
         fp8_backends.checkpoints.export(quantized, "nowhere")
 
 
-def test_what_transformers_dequantized_is_saved_plain(tmp_path):
+def test_models_dequantized_by_transformers_are_saved_plain(tmp_path):
     """Without a GPU it dequantizes while loading, and `save_pretrained` would write unannounced codes."""
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path / "fp8")
     for name, made_plain in (
@@ -231,7 +231,7 @@ def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes,
     assert len(train(model.train(), spec, 1)) == 1
 
 
-def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
+def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
     result = fp8_backends.checkpoints.export(model, tmp_path)
@@ -259,7 +259,7 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
 
 
-def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_path):
+def test_layers_decompressed_by_compressed_tensors_are_not_made_plain(tmp_path):
     """Its first forward turns codes into frozen weights and wraps every module."""
     from transformers import AutoModelForCausalLM
 

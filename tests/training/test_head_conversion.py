@@ -166,7 +166,7 @@ ORDINARY = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_a_head_that_cannot_be_fused_says_so_once_and_runs_as_ever(name, caplog):
+def test_an_unsupported_head_is_named_once_and_runs_as_an_ordinary_layer(name, caplog):
     build, reason = ORDINARY[name]
     with caplog.at_level(logging.WARNING, logger="fp8_backends"):
         fp8_backends.prepare(*prepared(build(), fused_head=True), {"backend": "native:dynamic", "fused_head": True})

@@ -61,7 +61,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     assert fp8_backends.audit(model).recipe == f"msamp:{level}"
 
 
-def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):
+def test_the_migration_entry_names_unsupported_arguments(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     model = net()
     with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
@@ -91,7 +91,7 @@ def test_swapped_arguments_are_explained():
     ],
     ids=["audit", "restore", "dequantize", "plain_weights", "export", "validate"],
 )
-def test_the_pair_that_prepare_returns_is_not_taken_for_a_model(function):
+def test_the_result_of_prepare_is_not_taken_for_a_model(function):
     pair = fp8_backends.prepare(net(), None, "native:dynamic")
     with pytest.raises(FP8BackendError, match=r"not tuple: prepare returns \(model, optimizer\)"):
         function(pair)

@@ -77,7 +77,7 @@ def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_line_goes_to_logging_where_a_handler_shows_it(caplog, capfd):
+def test_the_line_goes_to_logging_with_a_visible_handler(caplog, capfd):
     caplog.set_level(logging.INFO, logger="fp8_backends")
     step(*prepared())
     assert [record.getMessage().split(",")[0] for record in caplog.records] == ["ao:tensorwise: 3/3 Linear"]
@@ -176,7 +176,7 @@ def test_recomputed_products_are_counted_apart(kind, spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_that_is_one_layer_is_proven(spec, capfd):
+def test_a_single_layer_is_proven(spec, capfd):
     layer = nn.Linear(32, 16)
     layer, optimizer = preparation.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
     step(layer, optimizer)
@@ -195,7 +195,7 @@ def test_a_dispatch_mode_around_the_first_step_hides_no_product(emulate, capfd):
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 
 
-def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
+def test_a_compiled_part_is_counted_in_the_second_step(capfd):
     """A profiler with shapes in the first would trigger PyTorch's warning about each tensor in the compiler."""
     torch._dynamo.reset()
     model, optimizer = prepared()
@@ -207,7 +207,7 @@ def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
 
 
 @pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
-def test_compiled_steps_count_what_eager_steps_do(tokens, capfd):
+def test_compiled_steps_count_like_eager_steps(tokens, capfd):
     torch._dynamo.reset()
     model, optimizer = prepared()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -264,7 +264,7 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
 
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
-def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
+def test_evaluation_mode_is_named_as_the_reason(spec):
     model, optimizer = prepared(spec)
     model.eval()
     backward(model)
@@ -273,7 +273,7 @@ def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_no_product_at_all_warns_where_the_recipe_says_so(spec):
+def test_no_product_at_all_is_a_warning_by_recipe(spec):
     model, optimizer = prepared({"backend": spec, "on_unproven": "warn"}, used=False)
     with pytest.warns(UserWarning, match="no FP8 product ran"):
         step(model, optimizer)
@@ -287,7 +287,7 @@ def test_an_optimizer_step_before_any_forward_proves_nothing_yet(capfd):
     assert "3/3 Linear" in capfd.readouterr().err
 
 
-def test_layers_that_took_no_part_are_named(caplog):
+def test_idle_layers_are_named(caplog):
     model, optimizer = prepared("native:dynamic")
     model.run = lambda x: model.second(model.first(x))
     step(model, optimizer)
@@ -355,7 +355,7 @@ def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, c
     assert not model._forward_pre_hooks and not model.first._forward_hooks
 
 
-def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
+def test_an_abandoned_model_does_not_keep_the_profiler(capfd):
     given_up, _ = prepared()
     for _ in range(3):
         given_up(torch.randn(8, 32))  # forwards without a backward, such as an evaluation that records gradients
@@ -380,7 +380,7 @@ def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
 
 @pytest.mark.parametrize("after_forward", [False, True])
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
+def test_a_model_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
     model, optimizer = prepared(spec)
     if after_forward:
         backward(model)
@@ -392,7 +392,7 @@ def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(sp
     assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
+def test_a_failed_first_step_lets_another_model_store_its_weights(capfd):
     """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
     failed(torch.randn(8, 32))  # and nothing follows: an error, after which its model is still there
@@ -428,7 +428,7 @@ def test_forwards_without_a_step_do_not_count(capfd):
     assert {count["fprop"] for count in products.values()} == {1}
 
 
-def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(capfd):
+def test_an_error_in_a_forward_ends_the_profile_and_a_later_step_is_the_proof(capfd):
     model, optimizer = prepared("ao:tensorwise")
     failing = model.last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -442,7 +442,7 @@ def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(ca
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_a_model_that_returns_nothing_is_proven(capfd):
+def test_a_model_without_outputs_is_proven(capfd):
     model, optimizer = prepared("ao:tensorwise")
     run = model.run
     model.run = lambda x: setattr(model, "loss", run(x).square().sum())
@@ -452,7 +452,7 @@ def test_a_model_that_returns_nothing_is_proven(capfd):
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_the_proof_waits_for_code_that_has_a_profiler_of_its_own(capfd):
+def test_the_proof_waits_for_code_with_its_own_profiler(capfd):
     model, optimizer = prepared("ao:tensorwise")
     backward(model)  # the proof's profile runs
     assert torch._C._autograd._profiler_enabled()

@@ -78,7 +78,7 @@ def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
 
 
 @pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
-def test_state_dicts_that_were_loaded_before_prepare_are_noticed(backend, warns, caplog):
+def test_state_dicts_loaded_before_prepare_are_noticed(backend, warns, caplog):
     """PyTorch passes over the scaling states there."""
     weights, states, unbroken = saved_run(backend)
     model = mlp()

@@ -49,14 +49,14 @@ def test_a_model_is_proven_while_another_thread_compiles(monkeypatch):
     cases.Training().train(1).check_proven()
 
 
-def test_a_step_that_another_thread_begins_ends_with_it():
+def test_a_step_begun_in_another_thread_ends_with_it():
     """PyTorch's profiler ends with its thread, and leaves no hooks of layers."""
     training = cases.Training()
     cases.in_thread(training.loss)
     assert not any(layer._forward_pre_hooks for layer in training.model)
 
 
-def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
+def test_a_model_dropped_inside_a_backward_leaves_no_profiler_on():
     """Python collects garbage anywhere; a profiler stopped there would stay on."""
     held = [cases.Training()]
     held[0].loss()
