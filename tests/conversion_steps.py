@@ -15,23 +15,33 @@ def convert(model, backend="native:dynamic", **fields):
     return conversion.convert(model, recipe, get_compute(recipe.compute))
 
 
+def take_steps(loss, optimizer, steps=1):
+    """Minimise a function of no arguments. Return the losses."""
+    losses = []
+    for _ in range(steps):
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
 def train(model, optimizer=None, steps=8, size=32, seed=0):
     """Learn to predict a fixed random target from a fixed input. Return the losses."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(16, size, generator=generator)
     target = None
-    losses = []
-    for _ in range(steps):
+
+    def loss():
+        nonlocal target
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = model(x).float()
         target = torch.randn(y.shape, generator=generator) if target is None else target
-        loss = (y - target).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return (y - target).pow(2).mean()
+
+    return take_steps(loss, optimizer, steps)
 
 
 def learns(model, optimizer=None, **options):

@@ -126,12 +126,6 @@ def double():
     return linear
 
 
-def pruned():
-    linear = nn.Linear(32, 32)
-    nn.utils.prune.random_unstructured(linear, "weight", 0.5)
-    return linear
-
-
 def with_attribute_in_the_way():
     linear = nn.Linear(32, 32)
     linear.fp8_rule = "mine"
@@ -141,7 +135,10 @@ def with_attribute_in_the_way():
 UNCONVERTIBLE = {
     "subclass": (lambda: OwnLinear(32, 32), "OwnLinear is a subclass"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "parametrized"),
-    "pruned": (pruned, "no Parameter"),
+    "pruned": (
+        lambda: nn.utils.prune.random_unstructured(nn.Linear(32, 32), "weight", 0.5),
+        "no Parameter",
+    ),
     "lazy": (lambda: nn.LazyLinear(32), "no size yet"),
     "double": (double, "float64"),
     "attribute": (with_attribute_in_the_way, "fp8_rule of its own"),

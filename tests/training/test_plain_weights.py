@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from conversion_steps import take_steps
 from safetensors.torch import save
 from torch import nn
 
@@ -40,11 +41,7 @@ def prepared(backend: str, dtype: torch.dtype = torch.float32):
 
 
 def step(model, optimizer) -> float:
-    loss = model(torch.arange(64)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return take_steps(lambda: model(torch.arange(64)).float().square().mean(), optimizer)[0]
 
 
 def bits(model) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conversion_steps import take_steps
 from torch import nn
 
 import fp8_backends
@@ -19,11 +20,7 @@ def net():
 
 
 def step(model, optimizer):
-    loss = model(torch.randn(16, 32)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return take_steps(lambda: model(torch.randn(16, 32)).square().mean(), optimizer)[0]
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+from conversion_steps import take_steps
 from safetensors.torch import load_file
 from torch import nn
 
@@ -39,14 +40,7 @@ def train(model: nn.Module, spec, steps: int = 2) -> list[float]:
     """Prepare and train a model. Return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     fp8_backends.prepare(model, optimizer, spec)
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(lambda: loss_of(model), optimizer, steps)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
