@@ -279,8 +279,9 @@ class LayerFilter:
 
 def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
     """Match an fnmatch pattern with any full name of a layer; without a dot also with any single segment of it."""
-    segments = [] if "." in pattern else [segment for name in layer.names for segment in name.split(".")]
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (*layer.names, *segments))
+    names = [layer.name, *layer.aliases]
+    segments = [] if "." in pattern else [segment for name in names for segment in name.split(".")]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (*names, *segments))
 
 
 def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:

@@ -79,10 +79,6 @@ class WeightProduct:
     """Further names of a shared module."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
-
-    @property
     def sizes(self) -> tuple[int, int]:
         return self.in_features, self.out_features
 
@@ -97,10 +93,6 @@ class NormLayer:
     """Reason to leave it unchanged."""
     aliases: tuple[str, ...] = ()
     """Further names of a shared module."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
 
 
 @dataclass

@@ -154,10 +154,8 @@ def test_products_of_codes_are_those_of_their_values():
 
 
 def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
-    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path))
+    model = with_lora(load(tmp_path, None))
     losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
     tensors = stored(tmp_path)
     found = codes_in(model)
@@ -210,11 +208,9 @@ def loads_codes(monkeypatch):
 
 @pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
 def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes, loads_codes, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     hidden, inner = sizes
     result = fp8_backends.checkpoints.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, report = type(llama()).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
     assert list(layers) == result.exact and type(model.lm_head) is nn.Linear
@@ -243,10 +239,8 @@ def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
 
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
 def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     result = fp8_backends.checkpoints.export(trained(spec), tmp_path, "compressed-tensors")
-    plain, model = load(tmp_path, "compressed-tensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain, model = load(tmp_path, "compressed-tensors"), load(tmp_path, None)
     with pytest.raises(RecipeError, match="13 more: .* would never train"):
         fp8_backends.prepare(model, None, "native:dynamic")
     assert fp8_backends.checkpoints.dequantize(model) == result.exact
@@ -261,10 +255,8 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
 
 def test_layers_decompressed_by_compressed_tensors_are_not_made_plain(tmp_path):
     """Its first forward turns codes into frozen weights and wraps every module."""
-    from transformers import AutoModelForCausalLM
-
     fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path, None)
     logits(model)
     with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
         fp8_backends.checkpoints.dequantize(model)

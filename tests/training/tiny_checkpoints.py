@@ -84,12 +84,13 @@ def config_of(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def load(folder, format: str = "finegrained_fp8") -> nn.Module:
-    """Load with stock transformers, as plain weights."""
+def load(folder, format: str | None = "finegrained_fp8") -> nn.Module:
+    """Load with stock transformers, as plain weights; without a format as its configuration says."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
-    choice = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}[format]
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=choice(dequantize=True))
+    configs = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}
+    options = {"quantization_config": configs[format](dequantize=True)} if format else {}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
