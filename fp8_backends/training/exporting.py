@@ -1,12 +1,8 @@
 """Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
 
-=====================  ====================================  ==========================================================
-format                 read by                               scales of a weight [out, in]
-=====================  ====================================  ==========================================================
-`finegrained_fp8`      transformers' FineGrainedFP8Config    `weight_scale_inv`: one for 128 x 128 values
-`compressed-tensors`   transformers with the package of      `weight_scale`: one, one a row, or one for 128 x 128
-                       that name
-=====================  ====================================  ==========================================================
+`finegrained_fp8` is read by transformers' FineGrainedFP8Config, and has `weight_scale_inv`: one scale for 128 x 128
+values. `compressed-tensors` is read by transformers with that package, and has `weight_scale`: one, one a row, or one
+for 128 x 128 values of a weight [out, in].
 
 Codes are E4M3 and scales FP32: value = code * scale. A scale for more values than the file's grid is repeated, so
 coarser codes fit into a finer grid unchanged.

@@ -157,10 +157,6 @@ class FirstStep:
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
 
-    def after_forward(self, output: object) -> None:
-        if output is None and sys.exc_info()[0] is not None:  # the forward raised
-            self.forget_step()
-
     def begin_anew(self) -> None:
         """Abandon an incomplete profile. The next training forward starts another."""
         if self.profile is not None and not self.profile.complete:
@@ -178,7 +174,9 @@ class FirstStep:
         if not self.roots or is_traced():
             return
         self.steps += 1
-        self._record_gradient_dtypes()
+        for _, root, prepared in self.roots:
+            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
+            prepared.observed.gradient_dtypes |= {n: stored_dtype(p.grad) for n, p in named if p.grad is not None}
         runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
         was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
         # Inside a backward, gradients of other layers are still to come, and autograd restarts a profiler stopped
@@ -232,14 +230,6 @@ class FirstStep:
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
-    def _record_gradient_dtypes(self) -> None:
-        for _, root, prepared in self.roots:
-            prepared.observed.gradient_dtypes |= {
-                plain_name(name): stored_dtype(p.grad)
-                for name, p in root.named_parameters(remove_duplicate=False)
-                if p.grad is not None
-            }
-
 
 class ForwardHook(TemporaryHook):
     """Notify a `FirstStep` of the begin and end of its model's forwards. Inert in a copied, unpickled or compiled
@@ -249,8 +239,12 @@ class ForwardHook(TemporaryHook):
         self.first_step = first_step
 
     def __call__(self, module: nn.Module, args, *output: object) -> None:
-        if not is_traced():
-            self.first_step.after_forward(*output) if output else self.first_step.before_forward(module)
+        if is_traced():
+            return
+        if not output:
+            self.first_step.before_forward(module)
+        elif output[0] is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.first_step.forget_step()
 
 
 def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
