@@ -179,13 +179,7 @@ def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
 
 def weight_products(model: nn.Module) -> list[WeightProduct]:
     """Return the weight products of any model, prepared or not, with the reasons that need no recipe."""
-    weights = find_weight_products(unwrapped(model))
-    for weight in weights:
-        if weight.conversion is not None:
-            weight.product.state = FP8
-        else:
-            weight.product.reason = weight.obstacle or weight.default_exclusion or "not prepared"
-    return [weight.product for weight in weights]
+    return [weight.product for weight in find_weight_products(unwrapped(model))]
 
 
 def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
@@ -208,8 +202,6 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
         before = known.get(product.name)
         if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
             product = before
-        elif is_converted:
-            product.state = FP8
         elif product.state == HIGH_PRECISION:
             product.reason = _reason_against(weight, prepared.recipe, prepared.compute, layer_filter) or ADDED
         products.append(product)

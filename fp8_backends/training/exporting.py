@@ -161,7 +161,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
     for weight in weights:
         name = weight.product.name
         if weight.conversion is None:
-            reasons[name] = reported.get(name) or weight.obstacle or weight.default_exclusion or "not prepared"
+            reasons[name] = reported.get(name) or weight.product.reason
         elif weight.part:
             reasons[name] = "the weights of experts lie in one Parameter"
         elif is_conv1d(weight.module):

@@ -265,7 +265,8 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
     if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
         raise FP8BackendError(
-            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would undo the saving: omit keep_weight_casts"
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would take the memory that sharding saves: "
+            "leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
         prepared.compute.keep_weight_casts(root, keep)

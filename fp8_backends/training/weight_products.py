@@ -181,7 +181,8 @@ class Found:
 
 
 def find_weight_products(model: nn.Module) -> list[Found]:
-    """Return the weight products of `model` in the order of `named_modules`, a shared module once."""
+    """Return the weight products of `model` in the order of `named_modules`, a shared module once, with states and the
+    reasons that need no recipe."""
     modules: dict[int, nn.Module] = {}
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -204,7 +205,12 @@ def find_weight_products(model: nn.Module) -> list[Found]:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
             flops = 2 * sizes[0] * sizes[1] * experts_visited(full_names[0], module, part)
             product = WeightProduct(full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:]))
-            weights.append(Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind)))
+            weight = Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
+            if weight.conversion is not None:
+                product.state = FP8
+            else:
+                product.reason = obstacle or weight.default_exclusion or "not prepared"
+            weights.append(weight)
     return weights
 
 
