@@ -1,4 +1,4 @@
-"""How this package says something to whoever watches a training run."""
+"""Announce a line to the user of a training run."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ logger = logging.getLogger("fp8_backends")
 
 
 def announce(line: str) -> None:
-    """Say a line once, on the main process: by the logger `fp8_backends`, or on stderr if no handler would show it."""
+    """Log a line on the main process by the logger `fp8_backends`, or print it on stderr without a visible handler."""
     if not is_main_process():
         return
     if _logging_shows_info():
         logger.info(line)
-    elif logger.level in (logging.NOTSET, logging.DEBUG, logging.INFO):  # nobody asked for silence
-        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, also where threads speak at once
+    elif logger.level in (logging.NOTSET, logging.DEBUG, logging.INFO):  # else the user silenced it
+        print(f"{line}\n", end="", file=sys.stderr)  # one write: threads may print at once
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process."""
+    """Return True on rank 0, and in a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def _logging_shows_info() -> bool:
-    if not logger.isEnabledFor(logging.INFO):
-        return False
-    at: logging.Logger | None = logger
-    while at is not None:
-        for handler in at.handlers:
-            if handler.level <= logging.INFO and not isinstance(handler, logging.NullHandler):
-                return True
-        at = at.parent if at.propagate else None
+    current: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
+    while current is not None:
+        if any(h.level <= logging.INFO and not isinstance(h, logging.NullHandler) for h in current.handlers):
+            return True
+        current = current.parent if current.propagate else None
     return False

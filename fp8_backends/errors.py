@@ -1,4 +1,4 @@
-"""The errors of this package: what is wrong, which field or layer, and what to do."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Result = TypeVar("Result")
 
 
 class FP8BackendError(Exception):
-    """Anything that this package refuses or finds unproven."""
+    """A refusal, or missing proof. The text names the field or layer, and the fix."""
 
 
 class RecipeError(FP8BackendError, ValueError):
-    """A backend string or a recipe field that cannot be honoured."""
+    """An unsupported backend string or recipe field."""
 
 
 class BackendUnavailableError(FP8BackendError, ImportError):
-    """A valid backend that cannot run on this machine, or not yet in this version."""
+    """A valid backend without support on this machine or in this version."""
 
 
 class Refusal(NamedTuple):
-    """What a rule refuses before training, and a layer that meets it while it runs: `RecipeError(refusal)`."""
+    """Text shared by a rule before training and a layer at run time: `RecipeError(refusal)`."""
 
     reason: str
     fix: str
@@ -33,17 +33,17 @@ class Refusal(NamedTuple):
 
 
 def on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
-    """Run a function that does not communicate, or has stopped to when it raises; return its results by rank. An error
-    on any rank is one `FP8BackendError` on all.
+    """Run a function and return its results by rank. An error on any rank becomes one `FP8BackendError` on all, so the
+    function must not communicate after it raises.
 
     Args:
-        doing: what the error says has failed.
+        doing: name of the task in the error.
     """
     result, error = None, None
     try:
         result = function()
     except BaseException as caught:
-        # FSDP2's error for sharded files is no Exception; its module takes seconds to import
+        # FSDP2's error for sharded files is no Exception, and its module takes seconds to import
         if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
             raise
         error = caught

@@ -1,21 +1,22 @@
-"""Numbers, names and values in sentences and records, the same in every report."""
+"""Write numbers, names, values and tables the same way in every report."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, which takes an s where the number is not one: `1 layer`, `2 layers`."""
+    """Write a number with its noun: `1 layer`, `2 layers`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def share(part: float) -> str:
-    """A share, 0 to 1, in percent: `94 %`. It is neither `0 %` nor `100 %` where it only is close to that: `99.7 %`,
-    `under 0.1 %`."""
+    """Write a share, 0 to 1, in percent: `94 %`. Only exact 0 and 1 are `0 %` and `100 %`; near them: `99.7 %`, `under
+    0.1 %`."""
     percent = 100 * part
     if not 0 < part < 1:
         return f"{percent:.0f} %"
@@ -26,23 +27,23 @@ def share(part: float) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes in GB, MB or kB, powers of ten: `53.0 GB`."""
-    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if count >= each[1]), ("kB", 1e3))
+    """Write bytes in GB, MB or kB, powers of ten: `53.0 GB`."""
+    unit, size = ("GB", 1e9) if count >= 1e9 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
     return f"{count / size:.1f} {unit}"
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """A text of at most so many characters, without its middle where it is longer."""
+    """Cut the middle out of a text longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[3 - most // 3 :]}"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, which in other libraries goes on for pages, and can itself be long."""
+    """Return the first line of an error's text, shortened: other libraries write pages."""
     return shortened(str(error).strip().partition("\n")[0], 600)
 
 
 def shown(value: object) -> str:
-    """A value that a user gave, as Python writes it and shortened; its type, where that cannot be written."""
+    """Write a user's value as Python does, shortened; its type if `repr` fails."""
     try:
         return shortened(repr(value))
     except Exception:  # whatever a class raises, a list too deep, an integer of 4,301 digits
@@ -50,7 +51,7 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], shown: int = 6) -> str:
-    """Names in one line, with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
+    """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj (×24)`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
@@ -60,10 +61,45 @@ def listed(names: Iterable[str], shown: int = 6) -> str:
     return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
+def by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Collect (reason, names) from pairs of (name, reason)."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in pairs:
+        groups.setdefault(reason, []).append(name)
+    return list(groups.items())
+
+
 def finite(value: Any) -> Any:
-    """Return plain values as JSON can hold them: numbers that are not finite become None."""
+    """Convert plain values for JSON: numbers that are not finite become None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Rows = Sequence[Sequence[str]]
+"""A row of headings, and rows of cells."""
+
+
+def as_html(title: str, *tables: Rows) -> str:
+    """Write a line of text above tables for a notebook, in its own theme. Columns of numbers are right-aligned; all
+    text is escaped."""
+    return "".join([f"<p>{escape(title)}</p>", *map(_table, tables)])
+
+
+def _table(rows: Rows) -> str:
+    headings, *body = rows
+    number = re.compile(r"[?–]|[0-9.]+( %)?")
+    numbers = [all(map(number.fullmatch, column)) for column in zip(*body, strict=True)] or [False] * len(headings)
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        style = "vertical-align: top; padding: 0.1em 0.6em" + ("; border-bottom: 1px solid" if tag == "th" else "")
+        sides = ["right" if is_number else "left" for is_number in numbers]
+        row_cells = zip(cells, sides, strict=True)
+        texts = (f'<{tag} style="text-align: {side}; {style}">{escape(cell)}</{tag}>' for cell, side in row_cells)
+        return f"<tr>{''.join(texts)}</tr>"
+
+    style = "border-collapse: collapse; margin: 0.5em 0"
+    body_rows = "".join(row("td", cells) for cells in body)
+    return f'<table style="{style}"><thead>{row("th", headings)}</thead><tbody>{body_rows}</tbody></table>'

@@ -1,4 +1,4 @@
-"""What the tests of conversion share: convert, take steps, look at the counters."""
+"""Convert models, take steps, and read the counters, for the tests of conversion."""
 
 import torch
 from torch import nn
@@ -15,22 +15,39 @@ def convert(model, backend="native:dynamic", **fields):
     return conversion.convert(model, recipe, get_compute(recipe.compute))
 
 
+def take_steps(loss, optimizer, steps=1):
+    """Minimise a function of no arguments. Return the losses."""
+    losses = []
+    for _ in range(steps):
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
 def train(model, optimizer=None, steps=8, size=32, seed=0):
-    """Losses of learning to predict a fixed random target from a fixed input."""
+    """Learn to predict a fixed random target from a fixed input. Return the losses."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(16, size, generator=generator)
     target = None
-    losses = []
-    for _ in range(steps):
+
+    def loss():
+        nonlocal target
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = model(x).float()
         target = torch.randn(y.shape, generator=generator) if target is None else target
-        loss = (y - target).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        return (y - target).pow(2).mean()
+
+    return take_steps(loss, optimizer, steps)
+
+
+def learns(model, optimizer=None, **options):
+    """Train as `train` does, and check that the loss falls."""
+    losses = train(model, optimizer, **options)
+    assert losses[-1] < losses[0]
     return losses
 
 
@@ -47,7 +64,7 @@ def counts(layer):
 
 
 def assert_ran_in_fp8(prepared, model, steps):
-    """Every converted layer made a forward and a weight-gradient product in each step (native counts them)."""
+    """Check for a forward and a weight-gradient product of every converted layer in each step, if counted."""
     layers = dict(model.named_modules())
     for name in prepared.report.converted:
         assert prepared.compute.is_converted(layers[name])

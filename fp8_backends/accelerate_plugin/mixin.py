@@ -39,11 +39,10 @@ from ..states import original
 from ..training import conversion, preparation, proof, rules, scaling_state
 from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
-from ..training.report import ConversionReport
 from ..training.rules import Machine, Parallel, Setup
 from ..training.validators import Finding, findings
 from ..training.watching import guard, monitor
-from ..training.weight_products import NEVER_IN_FP8
+from ..training.weight_products import NEVER_IN_FP8, ConversionReport
 from . import checkpoint, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
 from .callers import running_trainer
 

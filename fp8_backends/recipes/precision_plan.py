@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..compute import registry
-from ..notebooks import as_html
+from ..words import as_html
 from .handlers import resolve
 from .specs import Spec
 

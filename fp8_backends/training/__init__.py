@@ -1,1 +1,1 @@
-"""From a model and a recipe to a model that trains in FP8, with proof."""
+"""Turn a model and a recipe into a model that trains in FP8, with proof."""

@@ -19,12 +19,11 @@ from torch import nn
 
 from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
-from ..notebooks import as_html
 from ..recipes.fields import NAMING
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import canonical_name
-from ..words import finite, first_line, listed, share
+from ..words import as_html, finite, first_line, listed, share
 from . import conversion
 from .gradient_gap import GradientGap, LossFunction, Measurement, precision_around
 from .validators import validate

@@ -1,16 +1,19 @@
-"""Walking a model, choosing layers, and swapping them in place: once, for every backend.
+"""Walk a model, choose layers, and swap them in place, for every backend.
 
-A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters,
-and the carrier's class and added attributes move onto the Linear or `Conv1D` that the model already has. So the module
-object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
-and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
-(`expert_functions`). `restore` turns all back.
+A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters, and
+the carrier's class and added attributes move onto the model's own Linear or `Conv1D`. Every reference to the module
+stays valid: Parameters, ties, shared modules, frozen flags, hooks, optimizer states, weak references. Only the 3-D
+weights of experts differ: their FP8 layers are children of the experts module (`expert_functions`). `restore` undoes
+all of it.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +27,13 @@ from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from ..recipes.comparison import differences
 from . import fused_head
-from .layer_filter import LayerFilter, NamePattern, excluded
 from .observed import Observed
-from .report import ConversionReport, NormLayer
 from .weight_products import (
     FP8,
     HIGH_PRECISION,
+    ConversionReport,
     Found,
+    NormLayer,
     WeightProduct,
     find_weight_products,
     memory_sharers,
@@ -41,14 +44,14 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 ALIGNMENT = 16
-"""FP8 products take sizes in multiples of this; a backend that takes others pads them."""
+"""FP8 products need sizes in multiples of this; backends pad other sizes."""
 
 NORM_CONVERSION = "_fp8_norm_conversion"
-"""Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
+"""Attribute of a swapped normalisation layer: its `Conversion`."""
 MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
-"""Reason of a layer that `convert` has not seen."""
+"""Reason of a layer unknown to `convert`."""
 
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
@@ -56,28 +59,28 @@ PREPARED = "_fp8_prepared"
 
 @dataclass
 class Prepared:
-    """What a prepared root remembers."""
+    """The record of a prepared root."""
 
     recipe: Recipe
     compute: Compute
     report: ConversionReport
     shared: Any = None
-    """What `compute.new_shared` returned: state that all layers of this model share."""
-    attached: dict[str, list] = field(default_factory=dict)
-    """What `compute.attach` added to the root: attribute name -> hook keys; None stands for the whole attribute."""
+    """Result of `compute.new_shared`: state for all layers of this model."""
+    attached: set[tuple[str, Any]] = field(default_factory=set)
+    """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the whole attribute."""
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
-    """What others did to the root since, to be undone when the model is restored."""
+    """Undo later changes of the root when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Counts of the last profiled step, for a backend that does not count by itself."""
+    """Counts of the last profiled step, for a backend without counters."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
-    """What the first optimizer step showed."""
+    """Observations of the first optimizer step."""
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     """Convert the layers of `model` in place for a resolved recipe, all of them or none.
 
-    Converting again with an equal recipe changes nothing, but for layers that were added meanwhile. Layers of a part
-    that was converted before, on its own or as part of another model, count as converted.
+    Converting again with an equal recipe changes nothing, except for layers added since. Layers of a part converted
+    earlier, alone or inside another model, count as converted.
 
     Args:
         model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
@@ -85,78 +88,73 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
 
     Raises:
         RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
-        FP8BackendError: no layer can run in FP8 (a warning where the recipe says `on_unproven="warn"`).
+        FP8BackendError: no layer can run in FP8 (a warning if the recipe has `on_unproven="warn"`).
     """
     root = unwrapped(model)
     prepared: Prepared | None = root.__dict__.get(PREPARED)
     if prepared is not None:
         _check_same_recipe("this model", prepared.recipe, recipe)
-    found = _find(root, recipe)
-    norms, new_norms = _norms(root, recipe, compute)
-    chosen = _choose(found, recipe, compute, norms)
+    weights, layer_filter = _find(root, recipe), LayerFilter(recipe)
+    norms, new_norms = _norms(root, recipe, compute, layer_filter)
+    chosen = _choose(weights, recipe, compute, layer_filter, norms)
     if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    head = fused_head.find(root, found, recipe, compute) if recipe.fused_head else None
-    built = _build([each for each in chosen if not each.part], recipe, compute, shared, head)
-    experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
-    report = ConversionReport([each.product for each in found], norms)
+    head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
+    layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
+    experts = _build_experts([weight for weight in chosen if weight.part], recipe, compute, shared)
+    report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
-        message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
+        message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
         if recipe.on_unproven == "raise":
             raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
         warnings.warn(message, stacklevel=3)
-    is_new = prepared is None
-    prepared = prepared or Prepared(recipe, compute, report, shared)
-    try:
-        for linear, carrier in built:
-            swap_class(linear, carrier, recipe)
-        for norm, carrier in new_norms:
-            swap_class(norm, carrier, recipe, NORM_CONVERSION)
-        if head is not None and head.product.state != FP8:
-            swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
-        for module, weights in experts:
-            expert_functions.attach(module, weights)
-            if recipe.activation_comm == "fp8":
-                expert_functions.install_exchange(module)
-        if is_new:
-            _attach(root, prepared)
-    except BaseException:
-        for module, _ in (*built, *new_norms):
-            restore_layer(module)
-        if head is not None:
-            restore_layer(head.module)
-        for module, weights in experts:
-            expert_functions.detach(module, list(weights))
-        if is_new:
-            _detach(root, prepared)
-        raise
+    swaps = [(*layer, CONVERSION) for layer in layers] + [(*norm, NORM_CONVERSION) for norm in new_norms]
+    if head is not None and head.product.state != FP8:
+        swaps.append((head.module, fused_head.high_precision_carrier(head.module), HEAD_CONVERSION))
+    new = Prepared(recipe, compute, report, shared) if prepared is None else None
+    _swap_all(root, swaps, experts, recipe, new)
+    prepared = prepared or new
     prepared.report = report
     root.__dict__[PREPARED] = prepared
     return prepared
 
 
-def restore(model: nn.Module) -> None:
-    """Undo `prepare` on a model and all its parts, in place: plain layers again, with the Parameters of this moment.
+def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: Prepared | None) -> None:
+    """Swap layers, attach experts and the hooks of a new root; undo everything on an error."""
+    with ExitStack() as undo:
+        for module, carrier, mark in swaps:
+            undo.callback(restore_layer, module)
+            swap_class(module, carrier, recipe, mark)
+        for module, weights in experts:
+            undo.callback(expert_functions.detach, module, list(weights))
+            expert_functions.attach(module, weights)
+            if recipe.activation_comm == "fp8":
+                expert_functions.install_exchange(module)
+        if new is not None:
+            undo.callback(_detach, root, new)
+            _attach(root, new)
+        undo.pop_all()
 
-    Weights hold their exact values, in the dtype that they stand for. The optimizer stays what it is.
+
+def restore(model: nn.Module) -> None:
+    """Undo `prepare` on a model and all its parts, in place: plain layers again, with their current Parameters.
+
+    Weights hold their exact values in their nominal dtype. The optimizer stays unchanged.
 
     Args:
-        model: prepared, or holds prepared models; any other stays as it is.
+        model: prepared, or holds prepared models; any other stays unchanged.
 
     Raises:
-        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or something else holds on to a weight
-            that is stored in another form, named; or `model` is no module.
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or another object refers to a weight
+            stored in another form, named; or `model` is no module.
     """
     check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
         conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
         if conversion is not None and type(module) is not conversion.converted:
-            raise FP8BackendError(
-                f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
-                "restore a model before it is wrapped"
-            )
+            raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
     for module in modules:
         restore_layer(module)
         expert_functions.detach(module)
@@ -166,70 +164,50 @@ def restore(model: nn.Module) -> None:
 
 
 def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """(name in `model`, module, `Prepared`) of each prepared root, found inside any wrapper.
+    """Return (name in `model`, module, `Prepared`) of each prepared root, inside any wrapper.
 
-    Each root once; one that lies inside another prepared root is part of that one and not listed.
+    Each root appears once; a root inside another is part of it and not listed.
     """
-    roots = [(name, module, module.__dict__[PREPARED]) for name, module in model.named_modules() if is_root(module)]
+    named = model.named_modules()
+    roots = [(name, module, module.__dict__[PREPARED]) for name, module in named if PREPARED in module.__dict__]
     inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
     return [root for root in roots if id(root[1]) not in inner]
 
 
-def is_root(module: nn.Module) -> bool:
-    """Whether `convert` was called on this very module."""
-    return PREPARED in module.__dict__
-
-
 def weight_products(model: nn.Module) -> list[WeightProduct]:
-    """The weight products of any model, prepared or not. Without a recipe the reasons are those that need none."""
-    found = find_weight_products(unwrapped(model))
-    for each in found:
-        if each.conversion is not None:
-            each.product.state = FP8
-        else:
-            each.product.reason = each.obstacle or each.default_exclusion or "not prepared"
-    return [each.product for each in found]
+    """Return the weight products of any model, prepared or not, with the reasons that need no recipe."""
+    return [weight.product for weight in find_weight_products(unwrapped(model))]
 
 
 def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
-    """What `convert` would make of the weight products of `model`, which stays as it is. Norms are left out.
-
-    Raises `RecipeError` as `convert` does.
-    """
+    """Predict the report of `convert`, without norms. The model stays unchanged. Raise `RecipeError` as `convert`."""
     root = unwrapped(model)
-    found = _find(root, recipe)
+    weights = _find(root, recipe)
     norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
-    _choose(found, recipe, compute, [NormLayer(plain_name(name), False, None) for name in norms])
-    return ConversionReport([each.product for each in found])
+    _choose(weights, recipe, compute, LayerFilter(recipe), [NormLayer(plain_name(name), False, None) for name in norms])
+    return ConversionReport([weight.product for weight in weights])
 
 
 def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
-    """Bring the report of a prepared root up to date with the layers that the model has now. Returns the names of those
-    that came after `convert`, and that it would convert now."""
+    """Update the report of a prepared root for its current layers. Return the names of convertible layers added since
+    `convert`."""
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
     products = []
-    for each in _find(root, prepared.recipe):
-        product, is_converted = each.product, each.conversion is not None
+    for weight in _find(root, prepared.recipe):
+        product, is_converted = weight.product, weight.conversion is not None
         before = known.get(product.name)
         if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
             product = before
-        elif is_converted:
-            product.state = FP8
         elif product.state == HIGH_PRECISION:
-            product.reason = _reason_against(each, prepared.recipe, prepared.compute, layer_filter) or ADDED
+            product.reason = _reason_against(weight, prepared.recipe, prepared.compute, layer_filter) or ADDED
         products.append(product)
     prepared.report.products = products
     return [product.name for product in products if product.reason == ADDED]
 
 
-def swaps_weights(recipe: Recipe) -> bool:
-    """Whether weights are stored in another form; else every weight stays where it lies."""
-    return recipe.level != "O0" or bool(recipe.fp8_params)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that hold it whole: `torch.compile`, DDP, DataParallel."""
+    """Return the model inside `torch.compile`, DDP and DataParallel."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -239,71 +217,138 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-# choosing layers
+# Choose layers
+
+
+class LayerFilter:
+    """The user's choice of layers: `include`, `exclude` and `module_filter_func` of a recipe.
+
+    `exclude` overrides all; then a layer must match `include` and pass `module_filter_func`, if given. By default
+    heads, routers and adapters stay out unless a pattern of `include` with `+` names them.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        patterns = recipe.include or ()
+        self.include = [pattern for pattern in patterns if not pattern.startswith("+")]
+        self.added = [pattern[1:] for pattern in patterns if pattern.startswith("+")]
+        self.exclude = recipe.exclude or ()
+        self.accepts = recipe.module_filter_func
+
+    def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
+        """Raise `RecipeError` for a pattern without a match (`exclude` may also name norms to swap), or a pattern of
+        `include` that matches only weights with obstacles."""
+        for pattern in (*self.include, *self.added):
+            matched = _matched("include", pattern, weights)
+            if all(weight.obstacle for weight in matched):
+                raise RecipeError(
+                    f"include: {pattern!r} matches only weights that cannot be converted, such as "
+                    f"{matched[0].product.name}: {matched[0].obstacle}"
+                )
+        for pattern in self.exclude:
+            if not any(_matches(pattern, norm) for norm in norms):
+                _matched("exclude", pattern, weights)
+
+    def exclusion(self, weight: Found) -> str | None:
+        """Return the reason to leave a weight out, or None."""
+        product = weight.product
+        if reason := self.excluded(product):
+            return reason
+        if self.include and not any(_matches(pattern, product) for pattern in self.include):
+            return "not named in include"
+        if self.accepts is not None and not self.accepts(weight.module, product.name):
+            return "left out by module_filter_func"
+        chosen = self.include or self.accepts is not None or any(_matches(pattern, product) for pattern in self.added)
+        return None if chosen else weight.default_exclusion
+
+    def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
+        """Return the reason to leave out a weight or norm named by `exclude`, or None."""
+        matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
+        return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
+
+
+def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
+    """Match an fnmatch pattern with any full name of a layer; without a dot also with any single segment of it."""
+    names = [layer.name, *layer.aliases]
+    segments = [] if "." in pattern else [segment for name in names for segment in name.split(".")]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (*names, *segments))
+
+
+def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:
+    """Return the weights that a pattern matches. Raise `RecipeError` without any."""
+    if matched := [weight for weight in weights if _matches(pattern, weight.product)]:
+        return matched
+    names = [weight.product.name for weight in weights]
+    words = {*names, *(part for name in names for part in name.split("."))}
+    near = difflib.get_close_matches(pattern, sorted(words), n=3) or names[:3]
+    raise RecipeError(
+        f"{field_name}: no weight of this model matches {pattern!r}; names are such as {', '.join(map(repr, near))}. A "
+        "pattern without a dot matches any one part of a name; 'a.b.*' matches all inside a.b"
+    )
 
 
 def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
-    """The weight products of a model, those that this recipe cannot store with their obstacle."""
-    found = find_weight_products(root)
-    if not swaps_weights(recipe):
-        return found
+    """Return the weight products of a model, with the obstacles of recipes that store weights in another form."""
+    weights = find_weight_products(root)
+    if recipe.level == "O0" and not recipe.fp8_params:
+        return weights
     sharers, offloaded = memory_sharers(root), offloaded_modules(root)
-    for each in found:
-        if each.obstacle is None and each.conversion is None and id(each.module) in offloaded:
-            each.obstacle = (
+    for weight in weights:
+        if weight.obstacle is not None or weight.conversion is not None:
+            continue
+        if id(weight.module) in offloaded:
+            weight.obstacle = (
                 "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, disk_offload, a "
                 "device_map), which cannot be stored in another form: offload the model when it is prepared"
             )
-        other = sharers.get(id(each.module._parameters.get(each.part or "weight")))
-        if each.obstacle is None and each.conversion is None and other is not None:
-            each.obstacle = (
+        elif (other := sharers.get(id(weight.module._parameters.get(weight.part or "weight")))) is not None:
+            weight.obstacle = (
                 f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have "
                 "both names (a.weight = b.weight), or clone one of the two"
             )
-    return found
+    return weights
 
 
-def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:
-    """The layers to convert now. Writes the state and reason of every product."""
+def _choose(
+    weights: list[Found], recipe: Recipe, compute: Compute, layer_filter: LayerFilter, norms: list[NormLayer]
+) -> list[Found]:
+    """Return the weights to convert now. Write the state and reason of every product."""
     chosen = []
-    layer_filter = LayerFilter(recipe)
-    layer_filter.check(found, norms)
-    for each in found:
-        product, conversion = each.product, each.conversion
+    layer_filter.check(weights, norms)
+    for weight in weights:
+        product, conversion = weight.product, weight.conversion
         if conversion is not None:
             _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
-        elif reason := _reason_against(each, recipe, compute, layer_filter):
+        elif reason := _reason_against(weight, recipe, compute, layer_filter):
             product.reason = reason
             continue
         else:
-            chosen.append(each)
+            chosen.append(weight)
         product.state = FP8
-        notes = [compute.note_on_experts(recipe)] if each.part else []
+        notes = [compute.note_on_experts(recipe)] if weight.part else []
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
     return chosen
 
 
-def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
-    """Why this weight is not converted, or None where it is to be."""
-    return each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
+def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
+    """Return the reason to leave a weight in high precision, or None."""
+    if reason := weight.obstacle or layer_filter.exclusion(weight):
+        return reason
+    if weight.part:
+        return compute.unfit_experts(weight.module, weight.part, recipe)
+    if not is_conv1d(weight.module):
+        return compute.unfit(weight.module, recipe)
+    if compute.takes_conv1d:
+        return compute.unfit(linear_like(weight.module), recipe)
+    return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
 
 
-def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
-    if is_conv1d(each.module):
-        if compute.takes_conv1d:
-            return compute.unfit(linear_like(each.module), recipe)
-        return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
-    if each.part:
-        return compute.unfit_experts(each.module, each.part, recipe)
-    return compute.unfit(each.module, recipe)
-
-
-def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
-    """The report of the model's norms, and those to swap now with their carriers."""
+def _norms(
+    root: nn.Module, recipe: Recipe, compute: Compute, layer_filter: LayerFilter
+) -> tuple[list[NormLayer], list[tuple[nn.Module, nn.Module]]]:
+    """Return the report of the model's norms, and the norms to swap now with their carriers."""
     answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
-    exclude = [NamePattern(text) for text in recipe.exclude or ()]
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if id(module) in answers or NORM_CONVERSION in module.__dict__:
@@ -312,7 +357,7 @@ def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[Norm
     for key, (module, names) in modules.items():
         layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
         if key in answers:
-            layer.reason = excluded(layer, exclude) or answers[key].reason
+            layer.reason = layer_filter.excluded(layer) or answers[key].reason
             layer.swapped = layer.reason is None
             if layer.swapped:
                 new.append((module, answers[key].carrier))
@@ -331,14 +376,14 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     )
 
 
-# swapping layers
+# Swap layers
 
 _OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
 """Attributes of every Linear, and the sizes of a `Conv1D`."""
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
-    """Move the carrier's class and added attributes onto `linear`. What `restore_layer` needs is noted under `mark`."""
+    """Move the carrier's class and added attributes onto `linear`, and note under `mark` how to undo it."""
     attributes = _added_attributes(carrier)
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
     with follows_class(linear):
@@ -348,7 +393,7 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
 
 
 def restore_layer(linear: nn.Module) -> None:
-    """Undo `swap_class`, where the module was converted."""
+    """Undo `swap_class`, if the module was converted."""
     mark = next((mark for mark in MARKS if mark in linear.__dict__), None)
     if mark is None:
         return
@@ -364,45 +409,42 @@ def restore_layer(linear: nn.Module) -> None:
 def _build(
     chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted. `head`:
-    the one that is to defer its logits."""
-    built = []
-    for each in chosen:
-        linear, product = each.module, each.product
+    """Return layers with their carriers, all built before the first layer changes. A name conflict drops a layer, with
+    the reason noted. `head` will defer its logits."""
+    layers = []
+    for weight in chosen:
+        linear, product = weight.module, weight.product
         build = compute.build_conv1d if is_conv1d(linear) else compute.build
-        build = compute.build_head if each is head else build
-        carrier = build(linear, recipe, shared)
+        carrier = (compute.build_head if weight is head else build)(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
-                f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
-                f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
+                f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
+                "optimizer: it must keep the layer's Parameter objects"
             )
         if carrier._buffers:
             raise FP8BackendError(
-                f"{product.name}: the backend {compute.name!r} built a layer with buffers "
-                f"({', '.join(carrier._buffers)}), which a copy made before would not have; its build() must keep "
-                f"tensors in attributes that are no buffers"
+                f"{product.name}: build() of the backend {compute.name!r} added buffers "
+                f"({', '.join(carrier._buffers)}), missing in earlier copies: it must keep tensors in plain attributes"
             )
-        taken = [name for name in _added_attributes(carrier) if hasattr(linear, name)]
-        if taken:
+        if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
         else:
-            built.append((linear, carrier))
-    return built
+            layers.append((linear, carrier))
+    return layers
 
 
 def _build_experts(
     chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
 ) -> list[tuple[nn.Module, ExpertWeights]]:
-    """Experts modules, each with the layers that stand for those of its weights that are converted now."""
+    """Return experts modules, each with the FP8 layers of its weights to convert now."""
     parts: dict[nn.Module, list[str]] = {}
-    for each in chosen:
-        parts.setdefault(each.module, []).append(each.part)
-    built = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
-    for layer in (layer for _, weights in built for layer in weights.values()):
+    for weight in chosen:
+        parts.setdefault(weight.module, []).append(weight.part)
+    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    for layer in (layer for _, layers in experts for layer in layers.values()):
         layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
-    return built
+    return experts
 
 
 def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
@@ -410,31 +452,25 @@ def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
 
 
 def _attach(root: nn.Module, prepared: Prepared) -> None:
-    """Let the backend install its hooks on the root, and note which, so that `restore` can take them away."""
-    before = _names_and_hooks(root)
+    """Install the backend's hooks on the root, and note them for `restore`."""
+    before = _attributes_and_hooks(root)
     try:
         prepared.compute.attach(root, prepared.recipe, prepared.shared)
     finally:
-        for name, hooks in _names_and_hooks(root).items():
-            if name not in before:
-                prepared.attached[name] = None
-            elif hooks - before[name]:
-                prepared.attached[name] = sorted(hooks - before[name])
+        prepared.attached = _attributes_and_hooks(root) - before
 
 
 def _detach(root: nn.Module, prepared: Prepared) -> None:
     for undo in prepared.undo:
         undo(root)
-    for name, hooks in prepared.attached.items():
-        if hooks is None:
+    for name, key in prepared.attached:
+        if key is None:
             root.__dict__.pop(name, None)
-        for key in hooks or ():
-            root.__dict__[name].pop(key, None)
+        else:
+            root.__dict__.get(name, {}).pop(key, None)
 
 
-def _names_and_hooks(module: nn.Module) -> dict[str, set]:
-    """The names of the instance attributes, with the keys of those that hold hooks."""
-    return {
-        name: set(value) if "_hooks" in name and isinstance(value, dict) else set()
-        for name, value in module.__dict__.items()
-    }
+def _attributes_and_hooks(module: nn.Module) -> set[tuple[str, Any]]:
+    """Return (name, None) of each instance attribute, and (name, key) of each hook."""
+    hooks = ((name, value) for name, value in module.__dict__.items() if "_hooks" in name and isinstance(value, dict))
+    return {(name, None) for name in module.__dict__} | {(name, key) for name, keys in hooks for key in keys}

@@ -25,8 +25,8 @@ from ..numerics.modules import check_is_module
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe
 from . import conversion, preparation
+from .auditing import Flops, count_flops
 from .conversion import Prepared
-from .flops import Flops, expected_flops
 from .observed import WorkMeter
 from .weight_products import find_weight_products
 
@@ -127,7 +127,7 @@ class GradientGap:
 
     def flops(self, work: nn.Module, prepared: Prepared) -> Flops:
         """FLOPs of weight products in these batches, and of those that this copy has in FP8."""
-        return expected_flops(work, prepared, self.work)
+        return count_flops(work, prepared, None, self.work)
 
     def of(self, work: nn.Module, prepared: Prepared) -> Measurement:
         """The gap of a prepared copy. A scaling rule that remembers steps has seen the first batch `WARM_UP` times."""

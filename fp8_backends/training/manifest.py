@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: the size and SHA-256 of every file, written last. With it a checkpoint is whole.
+"""Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last. It marks a whole
+checkpoint.
 
-No ranks are known here, only folders: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
+This module knows folders, not ranks: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ logger = logging.getLogger("fp8_backends")
 
 NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
-"""What `save_state` says about the backend. Since the second edition its key `manifest` promises the manifest."""
+"""Description of the backend by `save_state`. Its key `manifest` promises a manifest."""
 SAVING = ".saving"
-"""Ends the name of the folder in which a checkpoint is written. Within a checkpoint, a folder that is no part of it."""
+"""Suffix of the folder for a checkpoint being written. A folder of this name inside a checkpoint is no part of it."""
 REPLACED = ".replaced"
-"""In the folder in which a checkpoint is written: the older one, renamed out of its place."""
+"""Name of the replaced checkpoint, moved into the folder of the new one."""
 _FORMAT = 1
 _TRAINER_STATE = "trainer_state.json"
-"""What transformers' Trainer writes last of a checkpoint."""
+"""The last file of a checkpoint by transformers' Trainer."""
 _SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
-"""By these a folder is known as a checkpoint of training."""
+"""Files that mark a folder as a checkpoint of training."""
 
 
 class Condition(NamedTuple):
-    """The state of a checkpoint, and why."""
+    """The state of a checkpoint, with the reason."""
 
     word: Literal["whole", "incomplete", "damaged", "foreign", "no manifest"]
     detail: str = ""
@@ -53,17 +54,17 @@ class Condition(NamedTuple):
 
 
 def files_of(folder: Path) -> list[str]:
-    """The files below a checkpoint's folder by relative path, the largest first, without its manifest."""
-    found = []
-    for at, folders, names in os.walk(folder):
+    """Return the relative paths of a checkpoint's files without its manifest, the largest first."""
+    sizes = {}
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != SAVING]
-        found += [Path(at, name) for name in names]
-    paths = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()}
-    return sorted(paths.keys() - {NAME}, key=lambda name: (-paths[name], name))
+        files = (path for name in names if (path := Path(parent, name)).is_file())
+        sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    return sorted(sizes.keys() - {NAME}, key=lambda name: (-sizes[name], name))
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """The size of a file in bytes and its SHA-256."""
+    """Return the size of a file in bytes and its SHA-256."""
     hashed, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(buffer):
@@ -84,13 +85,12 @@ def flush(path: Path) -> None:
 
 
 def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
-    """Write the manifest of a folder whose files are on the disk. It is there in one instant, and on the disk when this
-    returns.
+    """Write the manifest of a folder atomically, and flush it to the disk. The folder's files are there already.
 
     Args:
-        files: the `digest` of each of `files_of`.
-        step: how often the optimizer has stepped, if anybody knows.
-        world_size: the number of ranks that saved.
+        files: `digest` by path of `files_of`.
+        step: number of optimizer steps, if known.
+        world_size: number of saving ranks.
     """
     libraries = {name: version(name) for name in ("fp8-backends", "torch", "accelerate")}
     record = {
@@ -106,69 +106,68 @@ def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: 
     unfinished = folder / f"{NAME}.tmp"
     unfinished.write_bytes(_text(json.loads(json.dumps(record, default=str))))
     flush(unfinished)
-    for at, _, _ in os.walk(folder):
-        flush(Path(at))
+    for parent, _, _ in os.walk(folder):
+        flush(Path(parent))
     os.replace(unfinished, folder / NAME)
     flush(folder)
 
 
 def _text(record: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with a checksum of its own."""
+    """Return the bytes of a manifest, with its own checksum."""
     checksum = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     return (json.dumps(record | {"sha256": checksum}, indent=1) + "\n").encode()
 
 
 def holder_of(folder: Path) -> Path:
-    """Return the folder beside a checkpoint's place in which it is written."""
+    """Return the folder for writing a checkpoint, a neighbour of its final place."""
     return folder.parent / f".{folder.name}{SAVING}"
 
 
 def place_of(folder: Path) -> Path:
-    """Return the folder with a checkpoint's files: its place, or between the two renames of a replacement the folder in
-    which it was written."""
+    """Return the folder with a checkpoint's files: its final place, or between the two renames of a replacement the
+    folder for writing."""
     is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
     return holder_of(folder) / folder.name if is_between else folder
 
 
 def files_named_by(folder: Path) -> set[str] | None:
-    """The files that the manifest of a folder names by relative path; None without an intact one."""
-    found = _read(folder)
-    return None if found.manifest is None else set(found.manifest["files"])
+    """Return the relative paths in the manifest of a folder; None without an intact one."""
+    manifest = _read(folder).manifest
+    return None if manifest is None else set(manifest["files"])
 
 
 def preferred_to(names: Collection[str]) -> dict[str, str]:
-    """Map the files that Accelerate would load in place of some of these to the files that they replace."""
-    instead = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
-    return {other: name for other, name in instead.items() if other not in names}
+    """Map files that Accelerate would prefer over some of these to the files that they replace."""
+    preferred = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
+    return {other: name for other, name in preferred.items() if other not in names}
 
 
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
-    """Tell what a checkpoint is, by reading every file of it once, or only a part of them. Read it again if it is
-    replaced meanwhile."""
-    found = _found(place_of(folder), part)
-    while found.word != "whole" and (again := _found(place_of(folder), part)) != found:
-        found = again
-    return found
+    """Check a checkpoint by reading all of its files once, or only a part of them; again if it is replaced
+    meanwhile."""
+    current = _condition(place_of(folder), part)
+    while current.word != "whole" and (again := _condition(place_of(folder), part)) != current:
+        current = again
+    return current
 
 
-def _found(folder: Path, part: slice) -> Condition:
-    """Read a folder once."""
-    found = _read(folder)
-    if found.word != "whole":
-        return found
-    names = sorted(found.manifest["files"], key=lambda name: -found.manifest["files"][name]["bytes"])
-    for name in names[part]:
-        if fault := _fault(folder / name, found.manifest["files"][name]):
-            return Condition("damaged", f"{name} {fault}", found.manifest)
-    for instead, name in preferred_to(found.manifest["files"]).items():
-        if (folder / instead).exists():
-            detail = f"{instead} is no part of it, and would be loaded in place of {name}: move it away"
-            return Condition("damaged", detail, found.manifest)
-    return found
+def _condition(folder: Path, part: slice) -> Condition:
+    current = _read(folder)
+    if current.word != "whole":
+        return current
+    files = current.manifest["files"]
+    for name in sorted(files, key=lambda name: -files[name]["bytes"])[part]:
+        if fault := _fault(folder / name, files[name]):
+            return Condition("damaged", f"{name} {fault}", current.manifest)
+    for other, name in preferred_to(files).items():
+        if (folder / other).exists():
+            detail = f"{other} is no part of it, and would be loaded in place of {name}: move it away"
+            return Condition("damaged", detail, current.manifest)
+    return current
 
 
 def _fault(path: Path, expected: dict[str, Any]) -> str:
-    """Say what is wrong with a file, empty if nothing is."""
+    """Return the fault of a file, or an empty text."""
     if not path.is_file():
         return "is missing"
     try:
@@ -182,7 +181,7 @@ def _fault(path: Path, expected: dict[str, Any]) -> str:
 
 
 def _read(folder: Path) -> Condition:
-    """The manifest of a folder, as far as it can be told without reading the files that it names."""
+    """Read the manifest of a folder, without its files."""
     try:
         text = _content(folder / NAME)
     except FileNotFoundError:
@@ -204,23 +203,23 @@ def _read(folder: Path) -> Condition:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a file, which is no pipe or device: reading one may never end. Raises `OSError`."""
+    """Read a regular file. Raise `OSError` for a pipe or device: reading it may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no file")
     return path.read_bytes()
 
 
-def _is_record(found: dict[str, Any]) -> bool:
-    """Tell whether a manifest is as `write` makes it and names files below its folder: a checksum tells damage, and not
-    who wrote it."""
+def _is_record(record: dict[str, Any]) -> bool:
+    """Return True for a manifest in the form of `write`, with names inside its folder: a checksum proves integrity, not
+    authorship."""
     try:
-        datetime.datetime.fromisoformat(found["time"])
-        files = found["files"].items()
+        datetime.datetime.fromisoformat(record["time"])
+        files = record["files"].items()
         return (
-            isinstance(found["backend"], str)
-            and found["backend"].isprintable()
-            and all(type(number) in (int, type(None)) for number in (found["step"], found["world_size"]))
-            and isinstance(found["versions"], dict)
+            isinstance(record["backend"], str)
+            and record["backend"].isprintable()
+            and all(type(number) in (int, type(None)) for number in (record["step"], record["world_size"]))
+            and isinstance(record["versions"], dict)
             and all(name.isprintable() and not name.startswith("/") for name, _ in files)
             and all(".." not in PurePosixPath(name).parts for name, _ in files)
             and all(type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files)
@@ -254,79 +253,77 @@ def is_checkpoint(folder: Path) -> bool:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`),
-    which count saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else;
-    else by the time of saving, wrong after a clock was set back. An unknown step comes before known ones."""
+    which count saves; else by the steps of their manifests; else by the numbers in otherwise equal names; else by the
+    time of saving, wrong after a clock was set back. An unknown step precedes known ones."""
     try:
-        names = {each.name for each in folder.iterdir() if not each.is_symlink()}  # a link is another name
+        names = {path.name for path in folder.iterdir() if not path.is_symlink()}  # a link is another name
     except (FileNotFoundError, NotADirectoryError):
         return []
     names |= {name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED).exists()}
-    # what begins with a dot is being saved or removed
-    found = [folder / name for name in names if not name.startswith(".")]
-    found = [each for each in found if place_of(each).is_dir() and is_checkpoint(each)]
-    numbers = {each: re.fullmatch(r"(.*?)(\d+)", each.name) for each in found}
+    # hidden folders are being saved or removed
+    paths = [folder / name for name in names if not name.startswith(".")]
+    paths = [path for path in paths if place_of(path).is_dir() and is_checkpoint(path)]
+    numbers = {path: re.fullmatch(r"(.*?)(\d+)", path.name) for path in paths}
     prefixes = {match and match[1] for match in numbers.values()}
-    records = {each: _read(place_of(each)).manifest for each in found}
-    steps = {each: record and record["step"] for each, record in records.items()}
+    records = {path: _read(place_of(path)).manifest for path in paths}
+    steps = {path: record and record["step"] for path, record in records.items()}
     if prefixes == {"checkpoint_"} or (None in steps.values() and len(prefixes) == 1 and None not in prefixes):
-        return sorted(found, key=lambda each: int(numbers[each][2]), reverse=True)
+        return sorted(paths, key=lambda path: int(numbers[path][2]), reverse=True)
 
-    def order(each: Path) -> tuple[float, float]:
-        if records[each] is None:
-            return math.inf, place_of(each).stat().st_mtime
-        time = datetime.datetime.fromisoformat(records[each]["time"]).timestamp()
-        return math.inf if steps[each] is None else steps[each], time
+    def order(path: Path) -> tuple[float, float]:
+        if records[path] is None:
+            return math.inf, place_of(path).stat().st_mtime
+        time = datetime.datetime.fromisoformat(records[path]["time"]).timestamp()
+        return math.inf if steps[path] is None else steps[path], time
 
-    return sorted(found, key=order, reverse=True)
+    return sorted(paths, key=order, reverse=True)
 
 
 def newest_checkpoint(folder: str | os.PathLike) -> str | None:
     """Find the newest whole checkpoint in a folder, or the folder itself if it is the only one.
 
-    Every file is read, so that nothing half written or damaged is returned. What is newer and was skipped is named in a
-    warning. Checkpoints without a manifest, of stock Accelerate, are returned only where none has one. Each rank reads
-    by itself: nothing is communicated.
+    Every file is read, to exclude half-written and damaged checkpoints. A warning names newer, skipped ones.
+    Checkpoints without a manifest, of stock Accelerate, are returned only if none has one. Each rank reads alone,
+    without communication.
 
     Returns:
-        A path for `Accelerator.load_state` or `Trainer.train(resume_from_checkpoint=…)`; None where nothing was saved
-        whole yet.
+        A path for `Accelerator.load_state` or `Trainer.train(resume_from_checkpoint=…)`; None before the first whole
+        save.
 
     Raises:
-        FP8BackendError: none is whole, and one is damaged that was: to begin anew in silence would be wrong.
+        FP8BackendError: none is whole, and a formerly whole one is damaged: starting over silently would be wrong.
     """
     folder = Path(folder).expanduser()
-    found = checkpoints_in(folder) or ([folder] if is_checkpoint(folder) else [])
-    chosen = choose((each, condition(each)) for each in found)
+    paths = checkpoints_in(folder) or ([folder] if is_checkpoint(folder) else [])
+    chosen = choose((path, condition(path)) for path in paths)
     return None if chosen is None else str(chosen)
 
 
 def choose(candidates: Iterable[tuple[Path, Condition]]) -> Path | None:
-    """Choose the first whole checkpoint, as `newest_checkpoint` says."""
-    skipped: list[tuple[Path, Condition]] = []
-    chosen = None
-    for folder, found in candidates:
-        if found.word == "whole":
-            chosen = folder
+    """Choose the first whole checkpoint, as `newest_checkpoint` does."""
+    skipped: dict[Path, Condition] = {}
+    for chosen, state in candidates:
+        if state.word == "whole":
             break
-        skipped.append((folder, found))
-    if chosen is None:
-        chosen = next((folder for folder, found in skipped if found.word == "no manifest"), None)
+        skipped[chosen] = state
+    else:
+        chosen = next((path for path, state in skipped.items() if state.word == "no manifest"), None)
         if chosen is not None:
             announce(f"{chosen} carries no manifest: its files are taken as they are")
-    for folder, found in skipped:
-        if folder == chosen:
+    for path, state in skipped.items():
+        if path == chosen:
             break
         if is_main_process():
-            logger.warning("%s is skipped: %s", folder, said(found))
-    if chosen is None and (damaged := [each for each in skipped if each[1].word in ("damaged", "foreign")]):
-        folder, found = damaged[0]
+            logger.warning("%s is skipped: %s", path, said(state))
+    damaged = [path for path, state in skipped.items() if state.word in ("damaged", "foreign")]
+    if chosen is None and damaged:
         raise FP8BackendError(
-            f"no checkpoint in {folder.parent} can be loaded. {folder.name} is the newest that was whole: "
-            f"{said(found)}. Move it away to begin anew"
+            f"no checkpoint in {damaged[0].parent} can be loaded. {damaged[0].name} is the newest that was whole: "
+            f"{said(skipped[damaged[0]])}. Move it away to begin anew"
         )
     return chosen
 
 
-def said(found: Condition) -> str:
-    """A condition in words, such as `damaged: optimizer.bin is missing`."""
-    return f"{found.word}: {found.detail}" if found.detail else found.word
+def said(state: Condition) -> str:
+    """Write a condition as text, such as `damaged: optimizer.bin is missing`."""
+    return f"{state.word}: {state.detail}" if state.detail else state.word

@@ -1,4 +1,4 @@
-"""Plain tensors in the place of a prepared model's weights, for a while: `fp8_backends.checkpoints.plain_weights`."""
+"""Replace a prepared model's weights by plain tensors for a while: `fp8_backends.checkpoints.plain_weights`."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.r
 
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Around code that wants ordinary tensors: inside, every weight of a prepared model is one.
+    """Make every weight of a prepared model an ordinary tensor inside.
 
-    Parameters stay the same objects. Inside they hold their exact values in memory that any library reads and writes
-    (`data_ptr()`, NumPy, DLPack, safetensors), and a copy of the model that is made there keeps plain weights.
-    Afterwards each weight is stored as before: to the bit where nothing has changed it, and what was written is kept
-    as an operation in place keeps it, in FP32 until the optimizer's next step. Gradients stay as they are.
+    Parameters stay the same objects. Inside they hold their exact values in memory readable and writable by any
+    library (`data_ptr()`, NumPy, DLPack, safetensors), and a copy of the model keeps plain weights. Afterwards each
+    weight is stored as before: bit-exactly if unchanged; changes are kept like those of an operation in place, in FP32
+    until the optimizer's next step. Gradients stay unchanged.
 
-    Inside, evaluate the model, read it, change it; train it outside. The plain weights take their memory beside what
-    is stored. A model whose weights are plain anyway (level O0, or not prepared) stays as it is. Layers that
-    `fp8_backends.restore` makes plain inside stay plain.
+    Inside, evaluate the model, read it, change it; train it outside. The plain weights take additional memory. A model
+    with plain weights (level O0, or not prepared) stays unchanged, and layers restored inside by
+    `fp8_backends.restore` stay plain.
 
     Args:
-        model: prepared, or holds prepared models; DDP and `torch.compile` may lie around it.
+        model: prepared, or holds prepared models; possibly inside DDP and `torch.compile`.
 
     Raises:
-        FP8BackendError: `model` is no module; weights are sharded, or shared out between ranks; or something else holds
-            on to one, such as a graph; nothing has changed then. At the end: the same, or a frozen FP8 weight was
-            changed; the named weights are plain then, and hold what was written.
+        FP8BackendError: `model` is no module; weights are sharded, or shared out between ranks; or another object, such
+            as a graph, refers to one; nothing has changed then. At the end: the same, or a frozen FP8 weight was
+            changed; the named weights are plain then, with the new values.
     """
     check_is_module(model)
     weights = _stored_weights(model)
     try:
-        for each in weights:
-            each.make_plain()
+        for weight in weights:
+            weight.make_plain()
         yield model
     finally:
-        errors = [error for each in weights if (error := each.store_again())]
+        errors = [error for weight in weights if (error := weight.store_again())]
         if errors:
             raise FP8BackendError("; ".join(errors))
         for _, root, prepared in prepared_roots(model):
@@ -60,7 +60,7 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class StoredWeight:
-    """The weight of a layer, and the tensor that it was stored as."""
+    """A layer's weight with its stored form."""
 
     name: str
     layer: nn.Module
@@ -68,24 +68,24 @@ class StoredWeight:
     form: torch.Tensor
 
     def make_plain(self) -> None:
-        """Give the layer a plain weight. Its gradient and what happens to that stay."""
+        """Give the layer a plain weight. Its gradient and hooks stay."""
         if not levels.is_marked(self.layer):
-            for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # as where a frozen weight is restored
+            for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # a frozen weight
                 undo(self.layer)
             return
         levels.unmark(self.layer)
-        if not _is_plain(self.parameter):  # else tied to a layer before it
+        if not _is_plain(self.parameter):  # else tied to an earlier layer
             swap(self.parameter, self.form.exact(), self.name)
 
     def store_again(self) -> str | None:
-        """Let the Parameter hold its form again, with what was written since; or say why it cannot."""
+        """Restore the Parameter's form, with later changes; or return the reason against it."""
         owner, part = owner_of(self.layer)
         is_same = owner._parameters.get(part) is self.parameter
         if not is_same or CONVERSION not in self.layer.__dict__ or not _is_plain(self.parameter):
-            return None  # replaced or restored since; or tied to a layer before it
+            return None  # replaced or restored since; or tied to an earlier layer
         values = self.parameter.detach()
         if any(getattr(values, name) != getattr(self.form, name) for name in ("shape", "dtype", "device")):
-            return None  # moved or cast: it is stored anew
+            return None  # moved or cast: `store_weights` stores it
         try:
             if isinstance(self.form, ScaledTensor):
                 keep_changes(self.form, values)
@@ -98,21 +98,20 @@ class StoredWeight:
 
 
 def _stored_weights(model: nn.Module) -> list[StoredWeight]:
-    """The weights of prepared models that are no plain tensors. Raises where one cannot be made plain here."""
-    found = []
+    """Return the weights of prepared models in another form. Raise if one cannot be made plain here."""
+    weights = []
     for prefix, root, prepared in prepared_roots(model):
         for name, layer in prepared.compute.converted_layers(root).items():
             weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(
-                    f"{name}: this rank has only a part of what is stored of it (sharded weights, or levels O3 and O4 "
-                    f"under DDP): take the plain weights of accelerator.get_state_dict(model), called on all ranks; "
-                    f"or under DDP prepare with shard_states=False"
+                    f"{name}: this rank has only a part of it (sharded weights, or levels O3 and O4 under DDP): call "
+                    "accelerator.get_state_dict(model) on all ranks, or prepare with shard_states=False under DDP"
                 )
             if not _is_plain(weight):
                 refuse_if_held(weight, name)
-                found.append(StoredWeight(name, layer, weight, weight.detach()))
-    return found
+                weights.append(StoredWeight(name, layer, weight, weight.detach()))
+    return weights
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
@@ -120,5 +119,5 @@ def _is_plain(weight: torch.Tensor) -> bool:
 
 
 def _values_of_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The values of a frozen weight, this package's or TransformerEngine's."""
+    """Dequantize a frozen weight, this package's or TransformerEngine's."""
     return codes.exact() if isinstance(codes, BlockCodes) else codes.dequantize(dtype=codes.dtype)

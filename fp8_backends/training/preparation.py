@@ -1,7 +1,7 @@
-"""From a model and a recipe to a model that trains in FP8, with the proof on its first optimizer step.
+"""Turn a model and a recipe into a model that trains in FP8, with the proof on its first optimizer step.
 
-`prepare` goes through these phases, and Accelerate's methods call the same ones: resolve the recipe, check what is
-asked for, convert the layers, store their weights, connect the ranks, watch the optimizer.
+`prepare` and Accelerate's methods run the same phases: resolve the recipe, check, convert the layers, store their
+weights, connect the ranks, watch the optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -46,14 +47,14 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
 def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
     """Make `model` train in FP8, without Accelerate.
 
-    Both objects come back as they are: layers are swapped in place and keep their Parameter objects, so the
-    optimizer, schedulers, ties and frozen weights need nothing. May be called before or after the optimizer took
-    steps, and on a model on the meta device.
+    Return the same two objects: layers are swapped in place and keep their Parameter objects, so the optimizer,
+    schedulers, ties and frozen weights stay valid. Call it before or after the optimizer took steps, or on a model on
+    the meta device.
 
     Args:
         model: any `nn.Module`.
-        optimizer: trains the model's parameters; its first step states the proof. None prepares the model alone.
-        spec: what `resolve` takes: a backend string such as `"native:delayed"`, a recipe, a dict; None picks for
+        optimizer: trains the model's parameters; its first step prints the proof. None prepares only the model.
+        spec: argument of `resolve`: a backend string such as `"native:delayed"`, a recipe, a dict; None picks for
             this machine.
 
     Returns:
@@ -62,7 +63,7 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     Raises:
         RecipeError: the string or a field cannot be honoured.
         BackendUnavailableError: the backend cannot run on this machine.
-        FP8BackendError: the model cannot be converted, or it is prepared with another recipe already.
+        FP8BackendError: the model cannot be converted, or is already prepared with another recipe.
     """
     recipe = resolve(spec)
     if recipe.implementation == "original":
@@ -72,7 +73,7 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
         check_is_optimizer(optimizer, hint=order)
     check_is_module(model, hint=order)
     rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
-    if optimizer is not None:  # first: where it is refused, the model is as it was
+    if optimizer is not None:  # before the model changes
         check_trains([model], [optimizer], recipe)
         check_optimizer(optimizer, recipe)
     prepare_model(model, recipe)
@@ -84,9 +85,9 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
 def initialize(
     model: Model, optimizer: Optimizer, opt_level: str = "O1", use_te: bool = False
 ) -> tuple[Model, Optimizer]:
-    """`prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
+    """Call `prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
 
-    `use_te` takes TransformerEngine's products in place of native ones.
+    `use_te` selects TransformerEngine's products instead of native ones.
     """
     level = level_name(opt_level, f"opt_level={shown(opt_level)}")
     return prepare(model, optimizer, f"te+msamp:{level}" if parsed("use_te", flag, use_te) else f"msamp:{level}")
@@ -94,15 +95,16 @@ def initialize(
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
-    fsdp2.reshard(model)  # what the last forward has gathered is no Parameter to look at
+    fsdp2.reshard(model)  # gathered weights are no Parameters
     check_model(model, recipe)
     compute = registry.get_compute(recipe.compute)
     if compute.takes_block_codes(recipe):
         quantized_layers.freeze_codes(model)
     prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
-    store_weights(conversion.unwrapped(model), prepared)
-    saved_activations.install(conversion.unwrapped(model), prepared)
+    root = conversion.unwrapped(model)
+    store_weights(root, prepared)
+    saved_activations.install(root, prepared)
     connect_ranks(model, recipe)
     return model
 
@@ -111,7 +113,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raise where the recipe cannot run on this machine.
+    """Refuse a recipe that cannot run on this machine.
 
     Raises:
         BackendUnavailableError: a library or a chip is missing, with the fix.
@@ -124,31 +126,29 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:
-    """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
+    """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert in its state."""
     registry.check_available(recipe)
     quantized_layers.check(model)
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise FP8BackendError(
-            "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
-            "(it may run inside)"
+            "tensors of torch.inference_mode() can never train: build and prepare the model outside (it may run inside)"
         )
     check_sharing(model, rules.Setup(recipe, rules.Machine.this()))
     if recipe.level == "O0":
         return
-    if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
-        raise FP8BackendError(
-            f"level {recipe.level} stores the weights in another form, and DDP holds on to them as they were: "
-            "prepare(model, None, spec) first, then DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
-        )
-    if fsdp2.fsdp_modules(model) and not prepared_roots(model):
-        raise FP8BackendError(
-            f"level {recipe.level} stores the weights in another form, and FSDP2 has sharded them as they were: "
-            "prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
-        )
+    if any(not prepared_roots(wrapper.module) for wrapper in _ddp_wrappers(model)):
+        reason = "stores the weights in another form, and DDP holds on to them as they were"
+        order = "DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
+    elif fsdp2.fsdp_modules(model) and not prepared_roots(model):
+        reason = "stores the weights in another form, and FSDP2 has sharded them as they were"
+        order = "fully_shard, then prepare(model, optimizer, spec)"
+    else:
+        return
+    raise FP8BackendError(f"level {recipe.level} {reason}: prepare(model, None, spec) first, then {order}")
 
 
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
-    """Raise `RecipeError` where ranks share layers of the model and this setup does not go with that."""
+    """Raise `RecipeError` if ranks share layers of the model and this setup does not support it."""
     if (ranks := tensor_parallel.ranks(model)) > 1:
         holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
         shared = replace(setup, tensor_parallel=ranks, experts_alone=all(map(is_expert_parallel, holders)))
@@ -156,21 +156,21 @@ def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Raise where the recipe cannot run on this machine, or `convert_optimizer` would refuse this optimizer."""
+    """Refuse a recipe that cannot run on this machine, or an optimizer that `convert_optimizer` would refuse."""
     registry.check_available(recipe)
     if recipe.level != "O0":
         optimizers.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
-    """Refuse models that would not train: none of these optimizers holds a parameter of theirs, so that no step would
-    prove anything, or an optimizer holds what a weight was before ranks shared it, or their weights are offloaded.
+    """Refuse models that would not train: no optimizer holds their parameters, or one holds weights from before ranks
+    shared them, or the weights are offloaded.
 
     Raises:
-        FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
+        FP8BackendError: the models would not train; a warning instead if the recipe's `on_unproven` is "warn".
     """
-    models, optimizers = list(models), list(optimizers)
-    stepped = {id(p) for optimizer in optimizers for p in getattr(unwrapped(optimizer), "state", ())}
+    models, optimizers = list(models), list(map(unwrapped, optimizers))
+    stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
     new = (p for model in models if not prepared_roots(model) for p in model.parameters())
     if recipe.scaling == "delayed" and any(id(p) in stepped for p in new):
         logger.warning(
@@ -178,24 +178,36 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
             "optimizer first, then load their state dicts",
             recipe.name,
         )
-    message = _offloaded_in_training(models) or _unknown_to(optimizers, models) or _shared_after(optimizers, models)
+    held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
+    message = _offloaded_in_training(models) or _unknown_to(held, models) or _shared_after(held, models)
     if message is not None:
         proof.refuse_unproven(message, recipe)
 
 
-def _unknown_to(optimizers: Iterable[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
-    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
+def _offloaded_in_training(models: list[nn.Module]) -> str | None:
+    for model in models:
+        offloaded = offloaded_modules(model)
+        for name, module in model.named_modules() if offloaded else ():
+            if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
+                return (
+                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
+                    "device_map), so it would not train: Accelerate's hooks drop its copy after each forward. "
+                    "Freeze it, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+                )
+    return None
+
+
+def _unknown_to(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str | None:
     if any(id(parameter) in held for model in models for parameter in model.parameters()):
         return None
     names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
     return (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
-        "optimizer from the parameters() of the very model that is prepared"
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make it from "
+        "this model's parameters()"
     )
 
 
-def _shared_after(optimizers: list[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
-    held = {id(p): p for optimizer in optimizers for p in parameters_of(unwrapped(optimizer))}
+def _shared_after(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str | None:
     parameters = {id(p): (name, p) for model in models for name, p in model.named_parameters()}
     former = {p.shape for key, p in held.items() if key not in parameters and not is_distributed(p)}
     names = [
@@ -206,30 +218,16 @@ def _shared_after(optimizers: list[torch.optim.Optimizer], models: list[nn.Modul
     if not names:
         return None
     return (
-        f"the optimizer was made before ranks shared {listed(names)}, and holds whole parameters that the model has no "
-        "longer, so these would not train: make the optimizer after parallelize_module"
+        f"the optimizer was made before ranks shared {listed(names)}, so these would not train: make it after "
+        "parallelize_module"
     )
-
-
-def _offloaded_in_training(models: list[nn.Module]) -> str | None:
-    for model in models:
-        offloaded = offloaded_modules(model)
-        for name, module in model.named_modules() if offloaded else ():
-            if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
-                return (
-                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
-                    "device_map), so it would not train: Accelerate's hooks put a copy of its weight in place for each "
-                    "forward, and drop it with its gradient. Take them away "
-                    "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or freeze it"
-                )
-    return None
 
 
 # Store
 
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
-    """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
+    """Store the weights of converted layers in the form of the backend and the level, and hide them from DDP."""
     layers = prepared.compute.converted_layers(root)
     prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
@@ -244,14 +242,14 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
-    """Make the FP8 codes of a weight once for all microbatches that one optimizer step accumulates, and not in each
-    forward. The numbers are the same to the bit.
+    """Cast each weight to FP8 once per optimizer step, not in each forward of an accumulated step. Results are
+    bit-identical.
 
-    An optimizer step that `prepare` watches discards the codes, and so does whatever else changes the weight, but for
-    writes through `weight.data` between two microbatches. They take one byte for each weight element, which rules with
-    one scale a tensor hold from forward to backward anyway. `native:delayed`, whose scales move with every forward, and
-    other backends make codes anew; so does compiled code. An `Accelerator` with `gradient_accumulation_steps` above 1
-    calls this by itself, where weights are whole on every rank.
+    An optimizer step watched by `prepare` discards the codes, and so does any other change of the weight except a
+    write through `weight.data` between two microbatches. Codes take one byte an element; rules with one scale a tensor
+    hold them until backward anyway. `native:delayed` (its scales move with every forward), other backends and compiled
+    code ignore the setting. An `Accelerator` with `gradient_accumulation_steps` above 1 turns it on automatically if
+    weights are whole on every rank.
 
     Args:
         model: prepared, or holds prepared models.
@@ -267,8 +265,8 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
     if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
         raise FP8BackendError(
-            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3): FP8 codes of whole weights would take the memory that "
-            "sharding saves; leave keep_weight_casts out"
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would take the memory that sharding saves: "
+            "leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
         prepared.compute.keep_weight_casts(root, keep)
@@ -278,20 +276,19 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
 
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
-    """Let the gradients of a prepared model travel between ranks as its recipe says, where it is wrapped for that: by
-    `DistributedDataParallel` or `fully_shard`; and let all ranks that share its layers agree on scaling states. Every
-    rank calls it; repeating it does nothing.
+    """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel` or `fully_shard`,
+    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing.
 
     Raises:
-        FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
+        FP8BackendError: it was wrapped before it was prepared, or FP8 does not support the named wrapper.
     """
-    for wrapped in _ddp_wrappers(model):
-        if roots := prepared_roots(wrapped.module):
+    for wrapper in _ddp_wrappers(model):
+        if roots := prepared_roots(wrapper.module):
             for _, _, prepared in roots:
-                prepared.observed.wrapper = weakref.ref(wrapped)
-            ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
+                prepared.observed.wrapper = weakref.ref(wrapper)
+            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
+    roots = prepared_roots(model)
     if fsdp2.fsdp_modules(model):
-        roots = prepared_roots(model)
         for _, root, prepared in roots:
             prepared.compute.keep_weight_casts(root, False)
             fused_head.make_ordinary(root)
@@ -302,12 +299,12 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             travelling |= prepared.compute.travelling(root, prepared.recipe)
         gathers.connect(model, travelling)
     elif tensor_parallel.ranks(model) > 1:
-        tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
+        tensor_parallel.connect(model, ScalingBuffers(roots))
         levels.expect_equal_gradients(model)
 
 
 class ScalingBuffers:
-    """A function that gives the live scaling states of prepared roots, in a fixed order."""
+    """Return the live scaling states of prepared roots, in a fixed order, when called. Copied with the model."""
 
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = [(root, prepared.compute) for _, root, prepared in roots]
@@ -320,30 +317,24 @@ def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
-def _connected_to(model: nn.Module) -> Iterable[DistributedDataParallel]:
-    """The DDPs that `connect_ranks` has seen around a model or inside it. Accelerate lists models without their DDP."""
-    wrappers = (prepared.observed.wrapper for _, _, prepared in prepared_roots(model))
-    return [wrapped for each in wrappers if each is not None and (wrapped := each()) is not None]
-
-
 # Watch the optimizer
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Let an optimizer train the weights that a level stores. At O0, or repeated, it does nothing.
+    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated.
 
     Raises:
-        FP8BackendError: levels do not take this class, or it has an option that scaled states do not take.
+        FP8BackendError: levels do not support this class, or it has an option without a scaled form.
     """
     if recipe.level != "O0":
         optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
 
 
 def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """State the proof at the optimizer's first step, for the prepared models whose parameters it holds.
+    """Print the proof at the optimizer's first step, for the prepared models whose parameters it holds.
 
-    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is what the
-    models were prepared with; each prepared model carries its own.
+    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is the
+    models' recipe; each prepared model carries its own.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     inner = unwrapped(optimizer)
@@ -351,7 +342,10 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     if recipe.shares_states:
         _share_out_states(inner)
     if recipe.gradient_release:
-        by_ddp = {id(p) for model in models for wrapped in _connected_to(model) for p in wrapped._module_parameters}
+        # Accelerate lists models without their DDP
+        references = [prepared.observed.wrapper for model in models for _, _, prepared in prepared_roots(model)]
+        wrappers = [wrapper for reference in references if reference is not None and (wrapper := reference())]
+        by_ddp = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
         gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
     guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
@@ -364,8 +358,8 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Leave the optimizer states of each weight, and its master or residual, to one rank, where DDP has several. Every
-    rank calls it, after `connect_ranks`."""
+    """Assign the optimizer states of each weight, and its master or residual, to one rank of its DDP. Every rank calls
+    it, after `connect_ranks`."""
     scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
     weights = [p for p in scaled if ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
@@ -376,7 +370,7 @@ def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def finish_accumulation(model: nn.Module) -> None:
-    """Cast the weight gradients that microbatches accumulated in high precision, now that they are complete."""
+    """Cast the weight gradients that microbatches accumulated in high precision."""
     levels.finish_accumulation(model.parameters())
 
 
@@ -384,19 +378,19 @@ NO_OPTIMIZER = (
     "added after the model was prepared, in no prepared optimizer, and so not trained: call "
     "optimizer.add_param_group, or make the optimizer and prepare both when the model is complete"
 )
-"""What is wrong with trainable parameters that a step left as they are."""
+"""Warning about trainable parameters that a step left unchanged."""
 
 
 class AfterStep:
-    """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken, and the
-    user of layers that came after the model was prepared, and of their parameters that no optimizer holds."""
+    """Run after each optimizer step: notify the backends, and warn about layers added after `prepare` and parameters
+    that no optimizer trains."""
 
     def __init__(self) -> None:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        """For each prepared root what `_identity` said last."""
+        """The last `_identity` of each prepared root."""
 
     def add(self, models: list[nn.Module]) -> None:
-        for _, root, prepared in (found for model in models for found in prepared_roots(model)):
+        for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
             self.modules_of.setdefault(root, _identity(root))
             left_out, observed = _left_out(root, prepared), prepared.observed
             observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
@@ -422,21 +416,21 @@ def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:
 
 
 def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether a model that this optimizer trains is proven; None without a prepared model."""
+    """Return True if a model of this optimizer is proven; None without a prepared model."""
     if (after_step := _after_step(optimizer)) is None:
-        return True if type(optimizer).__module__.startswith("msamp") else None  # it proves nothing by itself
-    found = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
-    return any(prepared and prepared.observed.proven for prepared in found)
+        return True if type(optimizer).__module__.startswith("msamp") else None  # MS-AMP proves nothing
+    records = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
+    return any(prepared and prepared.observed.proven for prepared in records)
 
 
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
-    """Names of the trainable parameters that no optimizer of this root holds."""
-    held = set().union(*(parameter_ids(optimizer) for optimizer in prepared.observed.optimizers()))
+    """Return the names of trainable parameters that no optimizer of this root holds."""
+    held = set().union(*map(parameter_ids, prepared.observed.optimizers()))
     return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
 
 
 def _identity(root: nn.Module) -> int:
-    """A number that changes when modules are added, swapped or taken away. Cheap: every step asks for it."""
+    """Return a number that changes if modules are added, swapped or removed. Cheap: every step needs it."""
     identity, modules = 0, [root]
     while modules:
         module = modules.pop()
@@ -446,37 +440,33 @@ def _identity(root: nn.Module) -> int:
     return identity
 
 
-# Checkpoints of states that are shared out
+# Checkpoints of states shared out between ranks
 
 
-@contextlib.contextmanager
-def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
-    """Around the writing of a checkpoint on several ranks at levels O3 and O4: masters, residuals and optimizer states
-    that are shared out between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to
-    the bit.
+def whole_states(
+    optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True
+) -> AbstractContextManager[None]:
+    """Gather masters, residuals and optimizer states at levels O3 and O4 for as long as a checkpoint is written on
+    several ranks: inside, `state_dict()` of model and optimizer holds them bit-exactly.
 
-    All ranks enter and leave it. An optimizer that no level has converted is left as it is. A checkpoint is loaded
-    without it: every rank loads the whole, and keeps what it owns.
+    All ranks enter and leave it. Optimizers without a level are left unchanged. Load a checkpoint without it: every
+    rank loads the whole, and keeps its own part.
 
     Args:
-        receives: whether they are wanted on this rank: up to 5 bytes an element on the CPU, and 12 more in the
-            optimizer's `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level,
-            with placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this
-            rank's scaled states.
-        moments: False for weights alone, 2 bytes an element at most.
+        receives: gather on this rank: up to 5 bytes an element on the CPU, and 12 more in the optimizer's
+            `state_dict()`. On other ranks `state_dict()` has placeholders on the meta device for this rank's scaled
+            states and for weights of other ranks, whose states are left out.
+        moments: False for weights only, 2 bytes an element at most.
     """
     check_is_optimizer(optimizer)
     inner = unwrapped(optimizer)
     is_scaled = isinstance(inner, scaled_states.ScaledStates)
-    with checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext():
-        yield
+    return checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
-    shapes, gives placeholders inside."""
+def unread_states(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Give placeholders from `state_dict()` while a checkpoint is loaded and states are shared out: some loaders read
+    its names and shapes."""
     inner = unwrapped(optimizer)
     is_scaled = isinstance(inner, scaled_states.ScaledStates)
-    with checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext():
-        yield
+    return checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext()

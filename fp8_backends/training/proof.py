@@ -1,9 +1,9 @@
-"""The proof that FP8 ran, made at the first optimizer step.
+"""Prove at the first optimizer step that FP8 ran.
 
-A backend that counts its products is asked for its counts. For one that cannot count (`ao`), the first training
-step is profiled: from the first forward with gradients to the optimizer step. Where any of it is compiled, or another
-profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from optimizer step to
-optimizer step. A step that an exception ended begins anew.
+Backends with counters report their products. For others (`ao`), a profile of the first training step counts them, from
+the first forward with gradients to the optimizer step. If any of it is compiled, or another profiler is active or
+announced (`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step. An exception restarts
+the step.
 """
 
 from __future__ import annotations
@@ -21,20 +21,13 @@ from torch import nn
 
 from .. import words
 from ..announcement import announce
-from ..compute.counts import KINDS, WGRAD, ProductCounts
-from ..compute.profiling import ProductProfile, foreign_profiler_runs, give_way
+from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
 from ..numerics.modules import TemporaryHook, is_traced, plain_name
 from . import conversion
-from .auditing import (
-    count_products,
-    layers_to_profile,
-    parameter_ids,
-    stored_dtype,
-    unwrapped,
-)
-from .flops import count_flops
+from .auditing import count_flops, count_products, parameter_ids, stored_dtype, unwrapped
 from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
@@ -44,26 +37,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fp8_backends")
 
 _COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
-"""Words of the proof for kinds of weights."""
+"""Titles in the proof for kinds of weights with FP8 products."""
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
-"""The same for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, are called what they are."""
+"""Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their name."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove at the first step of `optimizer` that the prepared models whose parameters it holds run in FP8.
+    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds.
 
     Raises:
         FP8BackendError: `optimizer` is not a PyTorch optimizer.
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
-        raise FP8BackendError(
-            f"FP8 cannot be proven with an optimizer of type {type(optimizer).__name__}: it must be a "
-            "torch.optim.Optimizer, so that its first step can be watched"
-        )
+        name = type(optimizer).__name__
+        raise FP8BackendError(f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer")
     roots = [root for model in models for root in conversion.prepared_roots(model)]
     held = parameter_ids(optimizer)
-    # where sharding swapped the parameters, none is found, and every model counts
+    # sharding may have swapped all parameters; then every model counts
     trained = [root for root in roots if any(id(p) in held for p in root[1].parameters())] or roots
     new = [root for root in trained if optimizer not in root[2].observed.optimizers()]
     for _, _, prepared in new:
@@ -75,8 +66,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the proof of these models wait for code that has a profiler of its own, now or by its schedule later: PyTorch
-    has one at a time."""
+    """Delay the proof of these models while other code profiles, now or by its schedule later: PyTorch has a single
+    profiler."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -90,43 +81,43 @@ def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def begin_anew(models: Iterable[nn.Module]) -> None:
-    """Forget what was profiled of the first step of these models: an exception has ended it."""
+    """Forget the profile of these models' first step after an exception."""
     for first_step in _first_steps(models):
         first_step.forget_step()
 
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
-    """Those that watch prepared models in `models` for their proof."""
+    """Return the unfinished proofs of the prepared models in `models`."""
     roots = [root for model in models for root in conversion.prepared_roots(model)]
     return {first_step for _, _, prepared in roots for first_step in prepared.observed.first_steps}
 
 
 class FirstStep:
-    """Watches prepared models from their first training forward to the first step of their optimizer."""
+    """Watch prepared models from their first training forward to the first step of their optimizer."""
 
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = roots
         self.compute = roots[0][2].compute
-        """The one backend of these models."""
-        self.layers = [layer for root in roots for layer in layers_to_profile(*root)]
+        """The common backend of these models."""
+        self.layers = [layer for _, root, prepared in roots for layer in _layers_to_profile(root, prepared)]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
-        """The root whose forward began the profiled step, and the gradients that its layers had then."""
+        """Root whose forward began the profile, with its layers' gradients at that time."""
         self.gradients: list = []
         self.overlapping = False
-        """Whether a forward began before the backward of the last one, so that gradients may be an earlier one's."""
+        """True if a forward began before the last one's backward: gradients may be an earlier forward's."""
         self.forward_seen = False
         self.steps = 0
         self.step_is_due = False
-        """Whether a step was made inside backward, and is looked at before the next forward."""
+        """True after a step inside backward, until the next forward looks at it."""
         self.waits = 0
-        """How many blocks of code with a profiler of their own are running."""
+        """Number of running blocks of code with their own profiler."""
         self.hooked: set[nn.Module] = set()
-        """The roots with a hook that tells when a forward ends: those that began a training forward."""
+        """Roots with a hook on the end of their forward: one training forward has begun."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        # the optimizer's hook stays, doing nothing after the proof: it may not be removed while it runs
+        # the optimizer's hook stays, without effect after the proof: a running hook cannot remove itself
         optimizer.register_step_post_hook(self.after_step)
         forward_hook = ForwardHook(self)
         self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
@@ -139,25 +130,25 @@ class FirstStep:
             self.step_is_due = False
             self._look_at_step()
             return
-        for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
+        for prepared in (prepared for _, known, prepared in self.roots if known is root):  # no replica of DataParallel
             prepared.observed.measure(root)
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
-                # only now, and never while a compiler looks
+                # late, and never while a compiler traces
                 self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
-            return  # it has its result, or gave way, or another thread steps: `after_step` sees to it
+            return  # complete, interrupted, or another thread's: `after_step` decides
         grads = [layer.module.weight.grad for layer in self.layers]
         gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]  # changes as each arrives
         if self.began is root:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
             self.overlapping |= not any(arrived)
             if all(arrived) and not self.overlapping:
-                self.profile.stop()  # the first of several microbatches tells enough
+                self.profile.stop()  # the first of several microbatches is enough
             elif all(arrived) or not any(arrived):
-                self.profile.restart()  # a forward without a backward was no training, or has it later, in a pipeline
+                self.profile.restart()  # no backward: no training, or a pipeline runs it later
                 self.gradients = gradients
             return
         if self.profile is None:
@@ -165,18 +156,14 @@ class FirstStep:
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
 
-    def after_forward(self, output: object) -> None:
-        if output is None and sys.exc_info()[0] is not None:  # the forward raised
-            self.forget_step()
-
     def begin_anew(self) -> None:
-        """Drop a profile without a result. The next training forward starts another."""
+        """Abandon an incomplete profile. The next training forward starts another."""
         if self.profile is not None and not self.profile.complete:
             self.profile.abandon()
             self.profile = self.began = None
 
     def forget_step(self) -> None:
-        """Drop what was profiled and measured of a step that ended halfway."""
+        """Drop the profile and measurements of an interrupted step."""
         self.begin_anew()
         for meter in (prepared.observed.meter for _, _, prepared in self.roots):
             if meter is not None:
@@ -186,21 +173,22 @@ class FirstStep:
         if not self.roots or is_traced():
             return
         self.steps += 1
-        self._record_gradient_dtypes()
+        for _, root, prepared in self.roots:
+            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
+            prepared.observed.gradient_dtypes |= {n: stored_dtype(p.grad) for n, p in named if p.grad is not None}
         runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
         was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
-        # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
-        # there back when it ends, and nothing would stop it then. Nor can a thread stop another one's, whose forwards
-        # these steps follow. A compiled forward does not tell that it begins.
+        # Inside a backward, gradients of other layers are still to come, and autograd restarts a profiler stopped
+        # there. Nor can a thread stop another thread's. A compiled forward does not run hooks.
         if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
     def _look_at_step(self) -> None:
         for _, root, prepared in self.roots:
             if root.__dict__.get(conversion.PREPARED) is not prepared:
-                prepared.observed.prove(root)  # it was restored, and has nothing to prove any more
+                prepared.observed.prove(root)  # restored: nothing left to prove
         if all(prepared.observed.proven for _, _, prepared in self.roots):
-            self._finish([{} for _ in self.roots])  # such as by another optimizer's step
+            self._finish([{} for _ in self.roots])  # by another optimizer's step
             return
         if self.profile is not None and self.profile.running:
             self.profile.stop()
@@ -210,14 +198,15 @@ class FirstStep:
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
-        # a step without any forward before it only set up optimizer states; compiled forwards are not seen
-        if _nothing_ran(counts) and not self.forward_seen and self.steps == 1:
+        # a step before any forward only sets up optimizer states; compiled forwards are not seen
+        ran = any(_ran(count) for root_counts in counts for count in root_counts.values())
+        if not ran and not self.forward_seen and self.steps == 1:
             return
         self._finish(counts)
 
     def _start_profile(self, begun: nn.Module | None = None) -> bool:
-        """Whether a profile runs now. One that the forward of a root begins takes over, and may see code being
-        compiled."""
+        """Start a profile, and return True if it runs. A profile begun by a root's forward takes over from others, and
+        may contain compilation."""
         if self.waits:
             return False
         profile = ProductProfile(self.layers)
@@ -230,7 +219,7 @@ class FirstStep:
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
         self.hooked.clear()
-        if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
+        if self.forward_seen:  # else the hook is compiled into the model, without effect: removing it would recompile
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
@@ -240,57 +229,69 @@ class FirstStep:
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
-    def _record_gradient_dtypes(self) -> None:
-        for _, root, prepared in self.roots:
-            prepared.observed.gradient_dtypes |= {
-                plain_name(name): stored_dtype(p.grad)
-                for name, p in root.named_parameters(remove_duplicate=False)
-                if p.grad is not None
-            }
-
 
 class ForwardHook(TemporaryHook):
-    """Tells a `FirstStep` that a forward of its model begins or has ended, also by an exception. Inert in a copied or
-    unpickled model, and compiled."""
+    """Notify a `FirstStep` of the begin and end of its model's forwards. Inert in a copied, unpickled or compiled
+    model."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step
 
     def __call__(self, module: nn.Module, args, *output: object) -> None:
-        if not is_traced():
-            self.first_step.after_forward(*output) if output else self.first_step.before_forward(module)
+        if is_traced():
+            return
+        if not output:
+            self.first_step.before_forward(module)
+        elif output[0] is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.first_step.forget_step()
+
+
+def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
+    """Return the converted layers of a root if its backend has no counters, else none."""
+    layers = prepared.compute.converted_layers(root)
+    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
+        return []
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
+    return [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
-    """Print the one line that says what ran in FP8.
+    """Print the proof line.
 
     Raises:
-        FP8BackendError: nothing did, and the recipe's `on_unproven` is "raise".
+        FP8BackendError: nothing ran in FP8, and the recipe's `on_unproven` is "raise".
     """
-    name = prepared.recipe.name
-    if _nothing_ran([counts]):
-        layers = prepared.compute.converted_layers(root).values()
-        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(layer.training for layer in layers)
+    name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
+    ran = {layer: count for layer, count in counts.items() if _ran(count)}
+    if not ran:
+        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(m.training for m in layers.values())
         remedy = "Check that the prepared model is the one that trains, and in training mode"
         if in_evaluation:
             remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
         in_none = f"in none of {words.counted(len(counts), 'converted layer')}"
         message = f"{name}: no FP8 product ran in the first training step, {in_none}. {remedy}"
         return refuse_unproven(message, prepared.recipe)
-    for message in _shortcomings(root, prepared, counts):
-        logger.warning("%s: %s", name, message)
+    if idle := [layer for layer in counts if layer not in ran]:
+        logger.warning("%s: layers without products: %s", name, words.listed(idle))
+    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
+        other = [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]
+        if other:
+            message = "%s: layers whose weight gradient did not come from an FP8 product: %s"
+            logger.warning(message, name, words.listed(other))
     announce(proof_line(root, prepared, counts, by_shape))
 
 
 def refuse_unproven(message: str, recipe: Recipe) -> None:
-    """Raise `FP8BackendError`, or warn where the recipe's `on_unproven` says so."""
+    """Raise `FP8BackendError`, or warn if the recipe's `on_unproven` is "warn"."""
     if recipe.on_unproven == "raise":
         raise FP8BackendError(f'{message}; on_unproven="warn" trains on regardless')
     warnings.warn(message, stacklevel=3)
 
 
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
-    """Such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
+    """Write a line such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
+    (bf16-exact)`."""
     kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
@@ -307,11 +308,10 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
 
 
 def _counted(ran: list[str], kinds: Counter[str]) -> str:
-    """Such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds of weights that ran and of all."""
+    """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and of all."""
     parts, beside = [], dict(kinds)
     for title, counted in _COUNTED.items():
-        number = sum(beside.pop(kind, 0) for kind in counted)
-        if number:
+        if number := sum(beside.pop(kind, 0) for kind in counted):
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
     others = [
         words.counted(number, _BESIDE[kind]) if kind in _BESIDE else f"{number} {kind}"
@@ -322,19 +322,3 @@ def _counted(ran: list[str], kinds: Counter[str]) -> str:
 
 def _ran(count: ProductCounts) -> bool:
     return any(getattr(count, kind) for kind in KINDS)
-
-
-def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
-    return not any(_ran(count) for root_counts in counts for count in root_counts.values())
-
-
-def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:
-    """What a reader of the proof must know: layers that took no part, and gradients that were made some other way."""
-    idle = [name for name, count in counts.items() if not _ran(count)]
-    messages = [f"layers without products: {words.listed(idle)}"] if idle else []
-    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
-        layers = prepared.compute.converted_layers(root)
-        ran = {name: count for name, count in counts.items() if _ran(count)}
-        if odd := [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]:
-            messages.append(f"layers whose weight gradient did not come from an FP8 product: {words.listed(odd)}")
-    return messages

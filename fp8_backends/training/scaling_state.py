@@ -1,7 +1,7 @@
-"""The scaling states of prepared models as a checkpoint holds them.
+"""Save and load the scaling states of prepared models.
 
-They travel in the optimizer's state dict, under a key that stock PyTorch passes over; a model's state dict has the
-names and tensors of the plain model. `Accelerator.save_state` writes files of its own (`accelerate_plugin.checkpoint`).
+They are in the optimizer's state dict, under a key ignored by stock PyTorch; a model's state dict has the names and
+tensors of the plain model. `Accelerator.save_state` writes separate files (`accelerate_plugin.checkpoint`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
 IN_FILES = "fp8_state_in_files"
-"""Marks optimizers and engines while `save_state` or `load_state` runs."""
+"""Mark of optimizers and engines during `save_state` and `load_state`."""
 DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
 class ScalingState(NamedTuple):
-    """The scaling states of prepared models in a checkpoint. The key of a root is two numbers, `model.root`, by order:
-    wrappers such as DDP change names, and not the order."""
+    """The scaling states of prepared models. The key of a root is two numbers, `model.root`, by order: wrappers such as
+    DDP change names, but not the order."""
 
     backends: dict[str, str]
     """The canonical backend string of each root key."""
@@ -42,7 +42,7 @@ class ScalingState(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
-        """Return the state that was saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
+        """Return a state saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
         if not saved:
             return None
         kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict}
@@ -54,21 +54,13 @@ class ScalingState(NamedTuple):
                 raise FP8BackendError(f"{source}: the {name} of its FP8 scaling state cannot be read: {DAMAGED}")
         return cls(**{name: saved[name] for name in kinds})
 
-    def backend_of(self, key: str) -> str:
-        """The backend of a root, in words."""
-        return self.backends.get(key, "no FP8 backend")
-
     def tensors_of(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors of a root, by name."""
-        prefix = f"{key}/"
-        return {
-            plain_name(name.removeprefix(prefix)): each
-            for name, each in self.tensors.items()
-            if name.startswith(prefix)
-        }
+        """Return the tensors of a root, by name."""
+        named = ((name.partition("/"), tensor) for name, tensor in self.tensors.items())
+        return {plain_name(name): tensor for (root, _, name), tensor in named if root == key}
 
     def differences(self, key: str, recipe: Recipe) -> str:
-        """List the fields in which the saved recipe of a root differs from another; empty without a saved one."""
+        """List the fields that differ between a root's saved recipe and another; empty without a saved one."""
         differing = differences(self.recipes.get(key, {}), as_json(recipe))
         return ", ".join(f"{name} was {old!r} and is {new!r} now" for name, (old, new) in differing.items())
 
@@ -84,18 +76,17 @@ def collect(models: Iterable[nn.Module]) -> ScalingState:
 
 
 def restore(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """Put a saved scaling state back into these models.
+    """Load a saved scaling state into these models.
 
-    Warns where the checkpoint has none, or was saved with another recipe. Raises what `check` raises, and changes
-    nothing then.
+    Warn about a missing state or another recipe. Raise like `check`, before anything changes.
     """
     check(models, saved, source)
     write(models, saved, source)
 
 
 def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """Raise `FP8BackendError` where a checkpoint has the scaling state of the backend of one of these models, and it
-    does not fit, or is damaged. Nothing is changed."""
+    """Raise `FP8BackendError` if a checkpoint's scaling state for the backend of one of these models does not match the
+    model, or is damaged. Nothing changes."""
     for key, root, prepared in _restorable(models, saved):
         tensors = saved.tensors_of(key)
         if not tensors:
@@ -109,42 +100,37 @@ def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 
 def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """`restore`, after `check`."""
+    """Do as `restore`, after `check`."""
     if saved is None:
         if any(prepared.compute.scaling_state(root) for _, root, prepared in _roots(models)):
             logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
         return
-    for change, keys in _changes(models, saved).items():
+    changes: dict[str, list[str]] = {}
+    for key, _, prepared in _roots(models):
+        name, before = prepared.recipe.name, saved.backends.get(key, "no FP8 backend")
+        if before != name:
+            change = (
+                f"was saved with {before} and is now prepared with {name}: its weights are loaded, its scales start "
+                "afresh"
+            )
+        elif differing := saved.differences(key, prepared.recipe):
+            change = (
+                f"was saved with another recipe of the name {name}: {differing}. Its scales are restored as saved; "
+                f"optimizer states keep their values, rounded once if their format changed"
+            )
+        else:
+            continue
+        changes.setdefault(change, []).append(key)
+    for change, keys in changes.items():
         logger.warning("%s: model %s %s", source, ", ".join(keys), change)
     for key, root, prepared in _restorable(models, saved):
         prepared.compute.load_scaling_state(root, saved.tensors_of(key))
 
 
-def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list[str]]:
-    """Describe how the recipes of models differ from the saved ones: the root keys by description."""
-    found: dict[str, list[str]] = {}
-    for key, _, prepared in _roots(models):
-        name, differing = prepared.recipe.name, saved.differences(key, prepared.recipe)
-        if saved.backend_of(key) != name:
-            change = (
-                f"was saved with {saved.backend_of(key)} and is now prepared with {name}: its weights are loaded, its "
-                f"scales start afresh"
-            )
-        elif differing:
-            change = (
-                f"was saved with another recipe of the name {name}: {differing}. Its scales go on as they were saved; "
-                f"optimizer states keep their values, and are rounded once where they are stored in another way now"
-            )
-        else:
-            continue
-        found.setdefault(change, []).append(key)
-    return found
-
-
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
-    """Yield the roots with a scaling state whose backend is still the saved one."""
+    """Yield the roots with a scaling state and the saved backend."""
     for key, root, prepared in _roots(models) if saved is not None else ():
-        if saved.backend_of(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
+        if saved.backends.get(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
             yield key, root, prepared
 
 
@@ -158,11 +144,11 @@ def _roots(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepar
 
 
 class StateDictHooks:
-    """Hooks of an optimizer: its state dict holds the scaling states of the models that it trains."""
+    """Add the scaling states of an optimizer's models to its state dict."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
         self.models = models
-        if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has checkpoints of its own
+        if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has its own checkpoints
             optimizer.register_state_dict_post_hook(self.save)
             optimizer.register_load_state_dict_pre_hook(self.load)
 
@@ -172,15 +158,16 @@ class StateDictHooks:
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        fits = _sizes(optimizer.param_groups) == _sizes(state_dict["param_groups"])  # else PyTorch refuses it next
-        if fits and not hasattr(optimizer, IN_FILES):
+        groups = (optimizer.param_groups, state_dict["param_groups"])
+        sizes, saved_sizes = ([len(group["params"]) for group in side] for side in groups)
+        if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):  # PyTorch refuses other sizes next
             source = "the optimizer's checkpoint"
             restore(self.models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
 
 @contextlib.contextmanager
 def in_files(owners: Iterable[Any]) -> Iterator[None]:
-    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank has a file for them."""
+    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank writes its own file."""
     for owner in owners:
         setattr(owner, IN_FILES, True)
     try:
@@ -188,7 +175,3 @@ def in_files(owners: Iterable[Any]) -> Iterator[None]:
     finally:
         for owner in owners:
             owner.__dict__.pop(IN_FILES, None)
-
-
-def _sizes(groups: list[dict[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]

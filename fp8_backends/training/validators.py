@@ -12,11 +12,10 @@ from torch import nn
 from ..compute import registry
 from ..compute.fields import flag, parsed, whole_number, word
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
-from ..notebooks import as_html
 from ..numerics.modules import check_is_module
 from ..recipes.handlers import resolve
 from ..recipes.specs import Spec
-from ..words import counted, shown
+from ..words import as_html, counted, shown
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 

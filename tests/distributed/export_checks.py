@@ -1,4 +1,4 @@
-"""FP8 checkpoints that several ranks write: all call `export`, the first writes, and every rank may read at once."""
+"""FP8 checkpoints written from several ranks: all call `export`, the first writes, and every rank may read at once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
 
 
 class Adapted(torch.nn.Module):
-    """A frozen layer of an FP8 checkpoint behind one that trains. Each rank has made codes of its own."""
+    """A frozen layer of an FP8 checkpoint behind a trainable one, with different codes on each rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The README, the guides and the other pages of documentation, and what stands in them: blocks of code and commands."""
+"""Find the pages of documentation, their blocks of code and their commands."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _blocks(document: Path, opening: str) -> list[Block]:
 
 
 def code_blocks(language: str, *documents: Path) -> list[Block]:
-    """The contents of every `.. code-block::` of that language, in these documents or in all."""
+    """Return every `.. code-block::` of a language, in these documents or in all."""
     return [
         block for document in documents or DOCUMENTS for block in _blocks(document, rf"^\.\. code-block:: {language}")
     ]
 
 
 def literal_blocks(*documents: Path) -> list[Block]:
-    """The contents of every block after a `::`."""
+    """Return every block after a `::`."""
     return [block for document in documents or DOCUMENTS for block in _blocks(document, r"^(?!\.\. ).*::")]
 
 
 def commands(*documents: Path) -> list[str]:
-    """Every line of a shell, without comments, but those that install."""
+    """Return every shell line without its comment, except installations."""
     lines = "".join(block.text for block in literal_blocks(*documents)).replace("\\\n", " ").splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     of_a_shell = rf"([A-Z_0-9]+=\S+ )*({'|'.join(PROGRAMS)}) "

@@ -1,5 +1,5 @@
-"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes, packed
-autograd nodes, and the list of examples.
+"""Generate parts of the guides: known problems, chips, engines, features, fields of recipes, packed autograd nodes, and
+the list of examples.
 
 python tests/docs/generated.py --write    writes them into the guides
 """
@@ -27,7 +27,7 @@ WIDTH = 118
 
 
 def chip_table() -> str:
-    """Which backend has FP8 products on which chip."""
+    """Return the FP8 products of each backend by chip."""
     (_, *header), *rows = chips.rows()
     rows = [["backend", *header], *([f"``{row[0]}``", *row[1:]] for row in rows)]
     install = (
@@ -43,7 +43,7 @@ def chip_table() -> str:
 
 
 def rules() -> str:
-    """Every rule with its severity, reason and fix, by theme."""
+    """Return every rule with its severity, reason and fix, by theme."""
     lines = []
     for theme, of_theme in THEMES.items():
         lines += [f"**{theme}**", ""]
@@ -55,7 +55,7 @@ def rules() -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as reStructuredText shows it: `code` as literals, and no emphasis or references by chance."""
+    """Escape plain text for reStructuredText: `code` as literals, no accidental emphasis or references."""
     parts = text.split("`")
     plain = [part.replace("*", "\\*").replace("_ ", "\\_ ") for part in parts[::2]]
     code = [f"``{part}``" for part in parts[1::2]]
@@ -63,23 +63,18 @@ def escaped(text: str) -> str:
 
 
 def engines() -> str:
-    """Which backend trains under which engine, as `tests/distributed/matrix.py` has it."""
+    """Return the backends by engine, from `tests/distributed/matrix.py`."""
     header = ["backend", *matrix.ENGINES]
-    rows = [
-        [
-            f"``{backend}``",
-            *(
-                "refused" if matrix.refusal(backend, name, "train") else engine.cell(backend)
-                for name, engine in matrix.ENGINES.items()
-            ),
-        ]
-        for backend in (*matrix.BACKENDS, *matrix.TE_BACKENDS)
-    ]
+    rows = []
+    for backend in (*matrix.BACKENDS, *matrix.TE_BACKENDS):
+        refused = {name for name in matrix.ENGINES if matrix.refusal(backend, name, "train")}
+        cells = ("refused" if name in refused else e.cell(backend) for name, e in matrix.ENGINES.items())
+        rows.append([f"``{backend}``", *cells])
     return simple_table([header, *rows])
 
 
 def features() -> str:
-    """Which of Accelerate's features works with which backend, as `tests/feature_table.py` has it, and the notes."""
+    """Return Accelerate's features by backend, from `tests/feature_table.py`, with notes."""
     numbers, backends = feature_table.notes(), feature_table.BACKENDS
     rows = [
         [f"{feature.name} ({numbers[feature.note]})" if feature.note else feature.name, *map(feature.cell, backends)]
@@ -94,7 +89,7 @@ def features() -> str:
 
 
 def gallery() -> str:
-    """What each example shows, and the command that starts it."""
+    """Return the subject of each example, and its command."""
     entries = []
     for each in examples().values():
         text = f"{textwrap.fill(escaped(each.shows), WIDTH - 4)}\nStart: ``{each.start}``"
@@ -103,7 +98,7 @@ def gallery() -> str:
 
 
 def packed_nodes() -> str:
-    """Return the autograd nodes whose saved tensors are packed, with the bound of each."""
+    """Return the packed autograd nodes, with the error bound of each."""
     rows = [["node", "saved tensors", "how far gradients are off"]]
     for name, kept in saved_activations.NODES.items():
         only = " (``fp8+attention``)" if kept.attention else ""
@@ -112,7 +107,7 @@ def packed_nodes() -> str:
 
 
 def simple_table(rows: list[list[str]]) -> str:
-    """A header and rows as reStructuredText."""
+    """Write a header and rows as reStructuredText."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = "  ".join("=" * width for width in widths)
     header, *lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -124,7 +119,7 @@ def between(name: str, text: str) -> str:
 
 
 def written(document: Path) -> str:
-    """The text of a guide with its generated part as the code has it."""
+    """Return the text of a guide with its generated part up to date."""
     text = document.read_text(encoding="utf-8")
     if document.name == "checks.rst":  # all below its introduction
         return text[: text.index("\n**") + 1] + rules()

@@ -1,5 +1,4 @@
-"""Every command that a page shows. Those that need GPUs are read by the parsers of the programs that they start, and
-the others run."""
+"""Run every command of the pages; parse the commands for GPUs with their programs' parsers."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where a user stands: a script that names no recipe, a module, and the files that the guides show."""
+    """A user's folder: a script without a recipe, a model, and the files of the guides."""
     block = code_blocks("python", README)[0].text
     script = block.replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
     assert script != block, "the README's python block makes its Accelerator in another way"
@@ -47,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def backend_that_trained(line: str, monkeypatch) -> str:
-    """Run a line as it stands; the backend of the one proof line that it printed."""
+    """Run a line; return the backend in its only proof line."""
     words = shlex.split(line)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
@@ -70,7 +69,7 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 
 
 @pytest.mark.parametrize("line", TRAINS_HERE)
-def test_every_training_command_that_needs_no_gpu_trains_with_what_it_names(line, folder, monkeypatch):
+def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
     assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
 
@@ -88,7 +87,7 @@ def launches() -> list[str]:
 
 
 @pytest.mark.parametrize("line", launches())
-def test_every_other_launch_is_understood_by_the_launcher_that_it_names(line):
+def test_every_other_launch_is_parsed_by_its_launcher(line):
     program, *arguments = [word for word in shlex.split(line) if not re.match("[A-Z_0-9]+=", word)]
     if program == "torchrun":
         script = get_args_parser().parse_args(arguments).training_script
@@ -103,7 +102,7 @@ def test_every_other_launch_is_understood_by_the_launcher_that_it_names(line):
             assert recipe == FP8RecipeKwargs(backend=name, **({"margin": 1} if "--fp8_margin 1" in line else {}))
 
 
-def test_the_config_commands_and_their_files_mean_what_is_said(folder, capsys):
+def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
     guide = GUIDES / "configuration.rst"
     lines = [line for line in commands(guide) if line.startswith("fp8-backends config ")]
     assert len(lines) == 3
@@ -126,8 +125,8 @@ def test_the_launchers_yaml_is_read(folder):
 
 
 def test_the_files_for_other_programs_go_together(folder):
-    """Those programs do not install beside this package (`neighbours.rst` says why): what ran with them by hand is what
-    the guide shows."""
+    """These programs do not install with this package (`neighbours.rst` has the reasons); the guide shows files tested
+    by hand."""
     info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
     factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
     assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]
@@ -141,7 +140,7 @@ def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
 
 
 @pytest.mark.slow
-def test_the_estimates_shown_are_those_that_are_printed(folder, capsys):
+def test_the_guide_shows_the_printed_estimates(folder, capsys):
     guide = GUIDES / "estimate.rst"
     ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
     assert main([*shlex.split(ours)[1:], "--backend", "bf16,msamp:O2"]) == 0
@@ -160,38 +159,29 @@ def test_the_estimates_shown_are_those_that_are_printed(folder, capsys):
     assert len(rows) == 2 and shown_rows == rows
 
 
-def test_the_compare_commands_name_options_and_backends_that_exist():
-    lines = [line for line in commands() if line.startswith("fp8-backends compare")]
+def parsed(name: str, command) -> list[argparse.Namespace]:
+    """Parse every `fp8-backends NAME` of the pages."""
     parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    backends = [parser.parse_args(shlex.split(line)[2:]).backends for line in lines]
-    assert len(lines) == 2
-    assert all(resolve(name) for names in filter(None, backends) for name in names.split(","))
+    command.add_arguments(parser)
+    lines = [line for line in commands() if line.startswith(f"fp8-backends {name}")]
+    return [parser.parse_args(shlex.split(line)[2:]) for line in lines]
 
 
-def test_the_monitor_command_names_a_file_and_a_page():
-    (line,) = [line for line in commands() if line.startswith("fp8-backends monitor")]
-    parser = argparse.ArgumentParser()
-    monitor.add_arguments(parser)
-    asked = parser.parse_args(shlex.split(line)[2:])
-    assert (asked.file, asked.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
+def test_compare_monitor_and_advise_commands_name_existing_options_and_backends():
+    compared, advised, (monitored,) = parsed("compare", compare), parsed("advise", advise), parsed("monitor", monitor)
+    assert len(compared) == 2 and len(advised) == 2
+    names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
+    assert all(map(resolve, names.split(",")))
+    assert (monitored.file, monitored.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
 
 
-def test_the_advise_commands_name_options_that_exist():
-    lines = [line for line in commands() if line.startswith("fp8-backends advise")]
-    parser = argparse.ArgumentParser()
-    advise.add_arguments(parser)
-    given = [parser.parse_args(shlex.split(line)[2:]) for line in lines]
-    assert len(lines) == 2 and all(resolve(each.backend) for each in given if each.backend)
-
-
-def test_the_examples_commands_copy_what_they_name(folder):
+def test_the_examples_commands_copy_their_examples(folder):
     lines = [line for line in commands() if line.startswith("fp8-backends examples")]
     assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
     assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
 
 
-def test_the_checkpoint_command_lists_the_folder_that_is_shown(folder, capsys):
+def test_the_checkpoint_command_lists_its_folder(folder, capsys):
     (line,) = [line for line in commands() if line.startswith("fp8-backends checkpoint")]
     words = shlex.split(line)[1:]
     Path(words[-1], "checkpoint_0").mkdir(parents=True)
@@ -199,14 +189,14 @@ def test_the_checkpoint_command_lists_the_folder_that_is_shown(folder, capsys):
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
-def test_every_benchmark_has_the_options_that_are_shown(line, folder):
+def test_every_benchmark_has_its_shown_options(line, folder):
     _, script, *arguments = shlex.split(line)
     shown = warm_process.run(str(ROOT / script), "--help")
     assert shown.returncode == 0, shown.stderr
     assert all(word in shown.stdout for word in arguments if word.startswith("--"))
 
 
-def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
+def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
     lines = [line for line in commands() if "-m pytest" in line or "-m sphinx" in line]
     assert len(lines) >= 2
     for line in lines:
@@ -218,7 +208,7 @@ def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
 
 
 def test_brackets_in_arguments_of_pip_are_quoted():
-    """zsh takes them for a pattern of file names."""
+    """zsh reads them as file patterns."""
     files = [*DOCUMENTS, *(ROOT / "fp8_backends").rglob("*.py")]
     found = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "pip install" in line]
     assert found and not [line for line in found if re.search(r"pip install(\s+[^\s'\"]+)*\s+[^\s'\"(){}]*\[", line)]

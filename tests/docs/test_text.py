@@ -1,12 +1,16 @@
-"""The pages are valid, their links lead somewhere, and the messages that they quote exist."""
+"""Check the pages: valid text and links, quoted messages, generated parts, Python blocks as programs, a build."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import docutils.core
+import generated
 import pytest
-from documents import DOCUMENTS, GUIDES, README, ROOT
+import warm_process
+from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, literal_blocks
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
@@ -16,7 +20,7 @@ from fp8_backends.compute.native.grouped_products import SCALED_GROUPED_MM
 
 @pytest.fixture(autouse=True)
 def toctree(monkeypatch):
-    """Sphinx's directive, which a code host passes over: the only one of its own in these pages."""
+    """Stub Sphinx's only directive in these pages, ignored by a code host."""
 
     class Toctree(Directive):
         has_content = True
@@ -38,7 +42,7 @@ def test_a_page_is_valid_and_its_relative_links_lead_to_files(document):
 
 
 def test_the_index_lists_every_guide_twice():
-    """As a link for a code host, and in Sphinx's own tree."""
+    """A link for a code host, and an entry of Sphinx's tree."""
     text = (GUIDES / "index.rst").read_text(encoding="utf-8")
     guides = sorted(path.stem for path in GUIDES.glob("*.rst") if path.stem != "index")
     links, tree = re.findall(r"<(\w+)\.rst>`_", text), text.partition(":hidden:\n")[2].split()
@@ -65,3 +69,50 @@ def test_every_engine_of_a_proof_line_is_explained():
     section = guide[guide.index("Reading the proof line") : guide.index("\nThe proof\n")]
     engines = (products.SCALED_MM, products.BF16_EXACT, products.FP32_EXACT, products.EMULATED, SCALED_GROUPED_MM)
     assert [engine for engine in (*engines, "te", "ao") if f"``{engine}``" not in section] == []
+
+
+@pytest.mark.parametrize("document", generated.DOCUMENTS, ids=lambda path: path.name)
+def test_a_guide_shows_its_generated_part(document):
+    """`python tests/docs/generated.py --write` updates it."""
+    text = generated.written(document)
+    assert text == document.read_text(encoding="utf-8")
+    if document.name in generated.TABLES:
+        name, table = generated.TABLES[document.name]
+        assert generated.between(name, table()) in text
+
+
+@pytest.mark.parametrize("block", code_blocks("python"), ids=str)
+def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
+    start = []
+    if ranks := re.match(r"# torchrun --nproc_per_node (\d)", block.text):
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks[1]]
+    (tmp_path / "train.py").write_text(block.text)
+    ended = warm_process.run(*start, "train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for call, shown in re.findall(r"^print\((.*)\)  # ([\w:]+)$", block.text, re.M):
+        assert shown in ended.stdout.splitlines(), f"print({call}) did not print {shown}"
+
+
+def test_examples_on_several_ranks_end_their_process_groups():
+    """Python sometimes aborts a rank with an open gloo group at exit, after all its work."""
+    on_ranks = [block for block in code_blocks("python") if "torchrun" in block.text]
+    assert len(on_ranks) == 2
+    for block in (code_blocks("python", README)[0], *on_ranks):  # commands start the README's on several ranks
+        assert re.search(r"\b(end_training|destroy_process_group)\(\)$", block.text.rstrip()), block
+
+
+def test_the_readme_shows_the_printed_proof_line(tmp_path):
+    (proof,) = [block.text.strip() for block in literal_blocks(README) if "of weight FLOPs in FP8" in block.text]
+    ended = warm_process.run("-c", code_blocks("python", README)[0].text, cwd=tmp_path)
+    assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
+
+
+@pytest.mark.slow
+def test_the_guides_build_as_web_pages_without_a_warning_and_link_to_each_other(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "doctrees"), str(GUIDES)]
+    built = subprocess.run([*command, str(tmp_path / "html")], capture_output=True, text=True, timeout=240)
+    assert built.returncode == 0, built.stderr
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "html").glob("*.html")}
+    assert {f"{guide.stem}.html" for guide in GUIDES.glob("*.rst")} <= pages.keys()
+    links = [link for page in pages.values() for link in re.findall(r'href="([^"#]+)', page)]
+    assert "levels.html" in links and not [link for link in links if link.endswith(".rst")]

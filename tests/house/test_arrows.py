@@ -13,12 +13,11 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-GROUND = ("errors", "announcement", "words", "notebooks")
+GROUND = ("errors", "announcement", "words")
 MAY_IMPORT = {
     "errors": (),
     "announcement": (),
     "words": (),
-    "notebooks": (),
     "numerics": GROUND,
     "compute": ("numerics", *GROUND),
     "recipes": ("compute", "numerics", *GROUND),

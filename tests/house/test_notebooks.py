@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fp8_backends
-from fp8_backends.notebooks import as_html
 from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.words import as_html
 
 
 def tables(html: str) -> list[list[list[str]]]:

@@ -1,13 +1,14 @@
-"""Random models from a seed: what users build of `nn.Module`s, in odd combinations.
+"""Build random models from a seed, in odd combinations.
 
 `RandomModel(seed)` is a chain of blocks over [batch, tokens, width], with an embedding or a Linear in front and a head
-behind. Its blocks hold layers of several dtypes, parts that are frozen, used twice, shared, tied, parametrized or
-lazy, and weights that are views of other memory. `described` says in words what was drawn.
+behind. Its blocks hold layers of several dtypes; frozen, reused, shared, tied, parametrized and lazy parts; and weights
+in other memory. `described` lists the draws in words.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ VOCABULARY, BATCH, TOKENS = 32, 4, 8
 
 
 class Block(nn.Module):
-    """A part that runs in its own dtype, around which activations are FP32."""
+    """A part in its own dtype between FP32 activations."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, residual: bool, twice: bool) -> None:
         super().__init__()
@@ -54,29 +55,15 @@ class Mirrored(nn.Module):
         return nn.functional.linear(nn.functional.gelu(self.up(x)), self.mirror.t()) * self.gain
 
 
-class Recurrent(nn.GRU):
-    """Weights that are multiplied by without a Linear."""
+class Around(nn.Module):
+    """A module left alone by conversion, inside a function of (module, input)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[0]
-
-
-class Convolution(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.inner, self.call = inner, call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+        return self.call(self.inner, x)
 
 
 class Listed(nn.Module):
@@ -110,7 +97,7 @@ class RandomModel(nn.Module):
             self._make_odd()
         self._freeze()
         if self._often(0.5):
-            self._say("run once before it is prepared")
+            self.described.append("run once before it is prepared")
             with torch.no_grad():
                 self(self.inputs())
         del self.draw
@@ -133,14 +120,11 @@ class RandomModel(nn.Module):
     def _often(self, chance: float) -> bool:
         return self.draw.random() < chance
 
-    def _say(self, words: str) -> None:
-        self.described.append(words)
-
     def _block(self) -> Block:
         self.dtype, twice = self.draw.choice(DTYPES), self._often(0.2)
         inner = self._part(depth=0)
         residual = twice or self._often(0.6)
-        self._say(f"{type(inner).__name__} in {self.dtype}{', used twice' * twice}")
+        self.described.append(f"{type(inner).__name__} in {self.dtype}{', used twice' * twice}")
         return Block(inner, self.dtype, residual, twice)
 
     def _part(self, depth: int) -> nn.Module:
@@ -156,44 +140,46 @@ class RandomModel(nn.Module):
             # PyTorch's exponential of a matrix in 16 bits gives NaN now and then
             names = ("weight_norm", "spectral_norm") + ("orthogonal",) * (self.dtype.itemsize > 2)
             name = self.draw.choice(names)
-            self._say(name)
+            self.described.append(name)
             return getattr(parametrizations, name)(nn.Linear(width, width, bias))
         if kind == "pruned":
-            self._say(kind)
+            self.described.append(kind)
             return prune.random_unstructured(nn.Linear(width, width, bias), "weight", amount=0.3)
         if kind == "lazy":
-            self._say(kind)
+            self.described.append(kind)
             return nn.LazyLinear(width, bias)
         if kind == "norm":
             return self.draw.choice((nn.LayerNorm, nn.RMSNorm))(width)
         if kind == "mirrored":
             return Mirrored(width, self.draw.choice(HIDDEN))
         if kind == "recurrent":
-            return Recurrent(width, width, batch_first=True)
+            return Around(nn.GRU(width, width, batch_first=True), lambda gru, x: gru(x)[0])
         if kind == "conv":
-            return Convolution(width)
+            convolution = nn.Conv1d(width, width, 3, padding=1)
+            return Around(convolution, lambda inner, x: inner(x.transpose(1, 2)).transpose(1, 2))
         if kind == "attention":
-            return Attention(width)
+            attention = nn.MultiheadAttention(width, 1, batch_first=True)
+            return Around(attention, lambda inner, x: inner(x, x, x, need_weights=False)[0])
         parts = [self._part(depth + 1) for _ in range(self.draw.randint(1, 3))]
         if self._often(0.3):
-            self._say("a part that is there twice")
+            self.described.append("a part that is there twice")
             parts.append(parts[0])
         if kind == "listed":
             return Listed(parts)
         return nn.Sequential(*parts, nn.Dropout(0.1), nn.GELU())
 
     def linears(self) -> list[nn.Linear]:
-        """Plain Linear layers, which have a weight of their own."""
+        """Return plain Linear layers with their own weight."""
         found = [m for m in self.modules() if type(m) is nn.Linear and "weight" in m._parameters]
         return [m for m in found if not nn.utils.parametrize.is_parametrized(m)]
 
     def _tie_head(self) -> None:
         if self.reads_tokens and self._often(0.4):
-            self._say("head tied to the embedding")
+            self.described.append("head tied to the embedding")
             self.head.weight = self.stem.weight
 
     def _make_odd(self) -> None:
-        """Give a layer a weight that is tied, or a view of other memory."""
+        """Tie the weight of a layer, or make it a view of other memory."""
         layer = self.draw.choice(self.linears())
         weight = layer.weight.detach()
         like = [m for m in self.linears() if m is not layer and m.weight.dtype == weight.dtype]
@@ -203,7 +189,7 @@ class RandomModel(nn.Module):
         kinds += ["tied", "tied memory", "frozen tied memory"] * bool(same)
         kinds += ["tied transposed", "frozen tied transposed"] * bool(turned) + ["slices of one buffer"] * bool(same)
         kind = self.draw.choice(kinds)
-        self._say(f"a weight that is {kind}")
+        self.described.append(f"a weight that is {kind}")
         # PyTorch cannot train an expanded weight: its optimizer refuses to write to one element through several
         trains = not kind.startswith("frozen") and not (kind.startswith("expanded") and self._often(0.8))
         if kind == "slice":
@@ -233,7 +219,7 @@ class RandomModel(nn.Module):
         kind = self.draw.choice(("nothing", "nothing", "a block", "parameters", "biases"))
         if kind == "nothing":
             return
-        self._say(f"{kind} frozen")
+        self.described.append(f"{kind} frozen")
         block = self.draw.randrange(len(self.blocks))
         for name, parameter in self.named_parameters():
             chosen = {

@@ -3,15 +3,13 @@
 import copy
 import gc
 import io
-import os
 import pickle
 import time
 import weakref
 
 import pytest
 import torch
-import warm_process
-from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, train
+from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, learns, mlp, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +22,7 @@ from fp8_backends.training.conversion import prepared_roots, restore
 
 
 class Tied(nn.Module):
-    """Everything that a conversion could lose: ties, a shared module, a frozen layer, hooks, an evaluated part."""
+    """Everything at risk in a conversion: ties, a shared module, a frozen layer, hooks, an evaluated part."""
 
     def __init__(self):
         super().__init__()
@@ -100,27 +98,14 @@ def test_a_shared_module_is_listed_once_with_its_aliases():
     assert train(model)[-1] < train(Tied(), steps=1)[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_root_linear_trains(backend):
-    torch.manual_seed(0)
-    model = nn.Linear(32, 16)
-    weight = model.weight
-    prepared = convert(model, backend)
-    assert prepared.report.converted == [""] and prepared.report.flops_share == 1.0
-    losses = train(model)
-    assert losses[-1] < losses[0] and model.weight is weight
-    assert_ran_in_fp8(prepared, model, 8)
-
-
 @pytest.mark.parametrize("backend, odd_one_converts", [("native:dynamic", True), ("ao:tensorwise", False)])
 def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
-    """Stock Accelerate's conversion returns at the first size that is no multiple of 16."""
+    """Stock Accelerate's conversion returns at the first size without a factor of 16."""
     model = mlp(32, 17, 32, 16)
     before = copy.deepcopy(model.state_dict())
     prepared = convert(model, backend)
     assert ("4" in prepared.report.converted) and ("0" in prepared.report.converted) == odd_one_converts
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert_ran_in_fp8(prepared, model, 8)
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
     if odd_one_converts:
@@ -135,7 +120,7 @@ def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_trains_alike_on_its_own_weights_and_state(backend, way):
-    """House rule 6. A deep copy of a model that stock Accelerate converted runs the original's weights."""
+    """House rule 6. A deep copy of stock Accelerate's converted model runs the original's weights."""
     model = mlp(32, 48, 32)
     prepared = convert(model, backend)
     train(model, steps=2)
@@ -193,17 +178,6 @@ def test_restore_undoes_exactly(backend):
     assert train(model, optimizer) != train(untouched)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_was_learnt_in_fp8_stays_after_restore(backend):
-    model = mlp(32, 32, 32)
-    convert(model, backend)
-    losses = train(model)
-    weights = [id(p) for p in model.parameters()]
-    restore(model)
-    assert [id(p) for p in model.parameters()] == weights
-    assert train(model, steps=1)[0] < losses[-1]
-
-
 # several conversions
 
 
@@ -220,7 +194,7 @@ def test_converting_again_with_an_equal_recipe_changes_nothing(backend):
     assert train(model) == train(once)
 
 
-def test_another_recipe_for_a_prepared_model_is_an_error_that_says_what_to_do():
+def test_another_recipe_for_a_prepared_model_is_an_error_with_a_fix():
     model = mlp(32, 32, 32)
     convert(model)
     with pytest.raises(RecipeError, match="native:dynamic already, and ao:tensorwise .*restore"):
@@ -229,8 +203,8 @@ def test_another_recipe_for_a_prepared_model_is_an_error_that_says_what_to_do():
         convert(model, fp8_format="E4M3")
     with pytest.raises(RecipeError, match="layer '0.0'"):
         convert(nn.Sequential(model, nn.Linear(32, 32)), "native:delayed")
-    losses = train(model)
-    assert losses[-1] < losses[0] and counts(model[0]) == [8, 0, 8, 0]
+    losses = learns(model)
+    assert counts(model[0]) == [8, 0, 8, 0]
     restore(model)
     convert(model, "ao:tensorwise")
     assert train(model)[-1] < losses[-1]
@@ -244,14 +218,13 @@ def test_layers_added_since_are_converted_when_prepared_again(backend):
     model.append(nn.Linear(32, 16))
     assert convert(model, backend) is prepared
     assert prepared.report.converted == ["0", "2", "3"]
-    losses = train(model, steps=4)
-    assert losses[-1] < losses[0]
+    learns(model, steps=4)
     if prepared.compute.name == "native":
         assert counts(model[0]) == [6, 0, 6, 0] and counts(model[3]) == [4, 4, 4, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_part_that_was_prepared_alone_belongs_to_the_model_prepared_later(backend):
+def test_a_part_prepared_alone_belongs_to_the_model_prepared_later(backend):
     part = mlp(32, 32, 32)
     convert(part, backend)
     model = nn.Sequential(part, nn.Tanh(), nn.Linear(32, 16))
@@ -259,8 +232,7 @@ def test_a_part_that_was_prepared_alone_belongs_to_the_model_prepared_later(back
     assert prepared.report.converted == ["0.0", "0.2", "2"]
     assert [(name, root) for name, root, _ in prepared_roots(model)] == [("", model)]
     assert [(name, root) for name, root, _ in prepared_roots(part)] == [("", part)]
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)
     assert_ran_in_fp8(prepared, model, 8)
     restore(model)
     assert all(type(layer) in (nn.Linear, nn.Tanh, nn.Sequential) for layer in model.modules())
@@ -286,8 +258,8 @@ def test_two_models_may_share_a_part(backend):
     convert(one, backend)
     prepared = convert(two, backend)
     assert prepared.report.converted == ["0", "1"] and one[0] is two[0]
-    losses = train(one), train(two)
-    assert all(each[-1] < each[0] for each in losses)
+    learns(one)
+    learns(two)
     if prepared.compute.name == "native":
         assert counts(part) == [16, 0, 16, 0] and counts(two[1]) == [8, 8, 8, 0]
 
@@ -300,36 +272,6 @@ def test_roots_are_found_inside_wrappers():
     assert prepared_roots(compiled) == [("_orig_mod", model, prepared)]
     assert convert(model) is prepared
     assert prepared_roots(nn.ModuleList([model, compiled])) == [("0", model, prepared)]
-
-
-INSIDE_DDP = """
-import torch
-from conversion_steps import assert_ran_in_fp8, convert, mlp, train
-from torch import nn
-from fp8_backends.training.conversion import prepared_roots
-
-torch.distributed.init_process_group("gloo")
-model = mlp(32, 32, 32)
-prepared = convert(model)
-parallel = nn.parallel.DistributedDataParallel(model)
-assert convert(parallel) is prepared and prepared_roots(parallel) == [("module", model, prepared)]
-losses = train(parallel)
-assert losses[-1] < losses[0]
-assert_ran_in_fp8(prepared, model, 8)
-torch.distributed.destroy_process_group()
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_roots_are_found_inside_ddp(tmp_path):
-    """In a process of its own: a process group that hangs would take the whole test run with it."""
-    (tmp_path / "script.py").write_text(INSIDE_DDP)
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
-    tests = os.path.dirname(os.path.dirname(__file__))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "OMP_NUM_THREADS": "1"}
-    ended = warm_process.run(*launcher, str(tmp_path / "script.py"), env=environment)
-    assert ended.returncode == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
 
 
 # meta device, failures, cost
@@ -350,8 +292,7 @@ def test_a_model_on_the_meta_device_trains_once_it_has_weights(backend, way):
         model.load_state_dict(copy.deepcopy(weights), assign=True)
     ordinary = mlp(32, 48, 32)
     convert(ordinary, backend)
-    losses = train(model)
-    assert losses == train(ordinary) and losses[-1] < losses[0]
+    assert learns(model) == train(ordinary)
     assert_ran_in_fp8(prepared, model, 8)
 
 
@@ -377,7 +318,7 @@ class Failing(NativeCompute):
 
 
 @pytest.mark.parametrize("at", ["build", "attach", "other Parameters"])
-def test_a_conversion_that_fails_leaves_the_model_as_it_was(at):
+def test_a_failed_conversion_leaves_the_model_unchanged(at):
     model, untouched = mlp(32, 32, 32), mlp(32, 32, 32)
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(FP8BackendError, match=at):
@@ -403,7 +344,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conversion_copies_no_weights(backend):
-    """Nothing of a weight's size is allocated: the carriers' weights are the model's own, or lie on meta."""
+    """Allocate nothing of a weight's size: carriers hold the model's own weights, or meta tensors."""
     model = mlp(*[256] * 9)
     pointers = [p.data_ptr() for p in model.parameters()]
     fields = {"amax_history_len": 16} if backend == "native:delayed" else {}
@@ -411,8 +352,7 @@ def test_conversion_copies_no_weights(backend):
         convert(model, backend, **fields)
     assert allocations.bytes < 0.01 * sum(p.nbytes for p in model.parameters())
     assert [p.data_ptr() for p in model.parameters()] == pointers
-    losses = train(model, size=256, steps=4)
-    assert losses[-1] < losses[0]
+    learns(model, size=256, steps=4)
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
@@ -426,28 +366,24 @@ def test_conversion_of_2000_layers_is_linear_in_layers(backend):
         prepared = convert(model, backend)
         taken = time.process_time() - start
         assert len(prepared.report.converted) == layers
-        return taken, model
+        return taken
 
     seconds(10)
     gc.collect()
     gc.disable()
     try:
         one = two = float("inf")
-        for _ in range(4):  # the fastest of each says most; one round does unless the machine is busy
-            one = min(one, seconds(1000)[0])
-            taken, model = seconds(2000)
-            two = min(two, taken)
+        for _ in range(4):  # compare the fastest of each; a quiet machine needs one round
+            one, two = min(one, seconds(1000)), min(two, seconds(2000))
             if two < 2.6 * one:
                 break
     finally:
         gc.enable()
     assert two < 2.6 * one
-    losses = train(model[:4], size=16, steps=3)
-    assert losses[-1] < losses[0]
 
 
 def test_a_compute_needs_no_more_than_the_abstract_class():
-    """A third party's compute: conversion asks nothing of it but `Compute`."""
+    """Conversion only needs the methods of `Compute`."""
 
     class Doubling(nn.Linear):
         def forward(self, x):
@@ -473,5 +409,4 @@ def test_a_compute_needs_no_more_than_the_abstract_class():
     plain = model(torch.ones(1, 32))
     conversion.convert(model, FP8RecipeKwargs(backend="native"), DoublingCompute())
     assert torch.equal(model(torch.ones(1, 32)), 2 * plain)
-    losses = train(model)
-    assert losses[-1] < losses[0]
+    learns(model)

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
+from conversion_steps import convert
 from model_families import FAMILIES, LAYERS, WIDTH, batch, build, loss_of, train
 
-from fp8_backends.compute.registry import get_compute
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import conversion
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
@@ -24,25 +23,8 @@ CONVERTED = {
     "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
 NATIVE_ALONE = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-BLOCKS = {
-    "gpt_neox": "gpt_neox.layers",
-    "llama": "model.layers",
-    "bert": "bert.encoder.layer",
-    "gpt2": "transformer.h",
-    "mixtral": "model.layers",
-}
-HEADS = {
-    "gpt_neox": "lm_head",
-    "llama": "lm_head",
-    "bert": "cls.predictions.decoder",
-    "gpt2": "lm_head",
-    "mixtral": "lm_head",
-}
-
-
-def convert(model, backend="native:dynamic", **fields):
-    recipe = FP8RecipeKwargs(backend=backend, **fields)
-    return conversion.convert(model, recipe, get_compute(recipe.compute))
+BLOCKS = {"gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer", "gpt2": "transformer.h"}
+BLOCKS |= dict.fromkeys(("llama", "mixtral"), "model.layers")
 
 
 def names_in_blocks(family, names):
@@ -80,7 +62,7 @@ def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):
     expected = names_in_blocks(family, converted)
     extra = ["cls.predictions.transform.dense"] if family == "bert" else []
     assert prepared.report.converted == expected + extra
-    assert "output head" in prepared.report.high_precision[HEADS[family]]
+    assert "output head" in prepared.report.high_precision["cls.predictions.decoder" if family == "bert" else "lm_head"]
     losses = train(model, optimizer, family, STEPS)
     assert_trained(model, before, losses)
     assert_products(prepared, model)
@@ -111,32 +93,7 @@ def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_mixtrals_experts_are_named_and_count_by_the_experts_that_a_token_visits():
-    model = build("mixtral")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    prepared = convert(model)
-    by_kind = {}
-    for product in prepared.report.products:
-        by_kind.setdefault(product.kind, []).append(product)
-    assert [p.name for p in by_kind["experts"]] == names_in_blocks(
-        "mixtral", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    )
-    assert [(p.in_features, p.out_features) for p in by_kind["experts"][:2]] == [(32, 128), (64, 32)]
-    assert [p.flops for p in by_kind["experts"][:2]] == [2 * 2 * 32 * 128, 2 * 2 * 64 * 32]
-    assert [p.name for p in by_kind["router"]] == names_in_blocks("mixtral", ["mlp.gate.weight"])
-    assert all(p.state == "high precision" for kind in ("router", "head") for p in by_kind[kind])
-    assert all(p.state == "fp8" for p in by_kind["experts"])
-    attention = 2 * (32 * 32 + 16 * 32 + 16 * 32 + 32 * 32)
-    experts = 2 * 2 * (32 * 128 + 64 * 32)
-    block = attention + 2 * 32 * 4 + experts
-    assert prepared.report.flops_share == pytest.approx(2 * (attention + experts) / (2 * block + 2 * 32 * 128))
-    losses = train(model, optimizer, "mixtral", STEPS)
-    assert_trained(model, before, losses)
-    assert_products(prepared, model)
-
-
-def test_an_include_that_names_what_cannot_be_converted_is_an_error_that_says_why():
+def test_an_include_of_unsupported_weights_is_an_error_with_the_reason():
     model, plain = build("mixtral"), build("mixtral")
     with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):
         convert(model, include=["q_proj", "gate"])
@@ -164,17 +121,6 @@ def test_evaluation_after_training_is_in_high_precision_and_changes_nothing(fami
     assert_products(prepared, model)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-def test_checkpointed_blocks_count_recomputation_apart():
-    model = build("llama")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    prepared = convert(model)
-    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "llama", STEPS)
-    assert losses[-1] < losses[0]
-    layers = dict(model.named_modules())
-    assert {tuple(layers[name].fp8_products.tolist()) for name in prepared.report.converted} == {(8, 8, 8, 8)}
-
-
 def test_a_saved_model_loads_into_stock_transformers(tmp_path):
     """House rule 7: original names, plain tensors."""
     model = build("llama")
@@ -187,7 +133,7 @@ def test_a_saved_model_loads_into_stock_transformers(tmp_path):
     assert loss_of(loaded, batch()).item() < losses[0]
 
 
-def test_other_models_keep_every_layer_that_fp8_can_serve():
+def test_a_sequence_classifier_converts_all_but_its_head():
     """A sequence classifier: the head is found by its name, the pooler converts."""
     import transformers
 
@@ -199,13 +145,5 @@ def test_other_models_keep_every_layer_that_fp8_can_serve():
     assert list(prepared.report.high_precision) == ["classifier"]
     data = batch("bert")
     data["labels"] = torch.arange(4) % 3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(4):
-        loss = loss_of(model, data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert_products(prepared, model, steps=4)
+    loss_of(model, data).backward()
+    assert_products(prepared, model, steps=1)

@@ -1,4 +1,4 @@
-"""The share of FP8 is counted over all products with weights that a training step makes, as PyTorch counts them."""
+"""Count the share of FP8 over all products with weights of a training step, like PyTorch's counter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ import architectures  # noqa: E402
 sys.path.pop()  # its `distributed.py` would hide the tests' folder of that name from files that are collected later
 
 
-def trained(model, *inputs, spec="native:dynamic", steps=1):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fp8_backends.prepare(model, optimizer, spec)
-    for _ in range(steps):
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def prepared(model, spec="native:dynamic"):
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), spec)
+
+
+def step(model, optimizer, *inputs):
+    model(*inputs).square().mean().backward()
+    optimizer.step()
+
+
+def trained(model, *inputs, spec="native:dynamic"):
+    step(*prepared(model, spec), *inputs)
     return fp8_backends.audit(model)
 
 
@@ -39,16 +43,15 @@ def counted_flops(model, *inputs):
 
 
 def flops_of_linears(*sizes):
-    """Of fprop, dgrad and wgrad, for (rows, in, out) each."""
+    """Sum fprop, dgrad and wgrad, for (rows, in, out) each."""
     return sum(6 * rows * n_in * n_out for rows, n_in, n_out in sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-def test_the_share_is_that_of_pytorchs_counter(name):
+def test_the_share_equals_pytorchs_counter(name):
     model = architectures.build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model, optimizer = prepared(model)
     architectures.loss_of(model, architectures.batch(name)).backward()
     optimizer.step()
     audit = fp8_backends.audit(model)
@@ -75,7 +78,7 @@ def test_convolutions_of_every_form_count(capfd):
 
 
 def test_a_group_of_a_convolution_reads_its_own_channels_only():
-    """PyTorch's counter takes the gradients of a grouped convolution for those of one without groups."""
+    """PyTorch's counter ignores groups in the gradients of a convolution."""
     model = nn.Sequential(nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8))
     meter = WorkMeter(model, find_weight_products(model))
     assert model(torch.randn(5, 16, 12)).shape == (5, 8, 20)
@@ -99,7 +102,7 @@ def test_bilinear_counts_with_both_of_its_inputs():
 
 
 class Rows(nn.Module):
-    """Layers that different numbers of rows pass, one that runs twice, and one whose result nobody uses."""
+    """Layers with different numbers of rows, one used twice, and one without use of its result."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +116,7 @@ class Rows(nn.Module):
 
 
 class Spare(nn.Module):
-    """A layer that nobody calls, and one whose weight another function multiplies by."""
+    """A layer without a call, and one with a weight multiplied by another function."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +127,7 @@ class Spare(nn.Module):
         return self.last(nn.functional.linear(x, self.around.weight))
 
 
-def test_a_layer_that_takes_no_part_does_not_count():
+def test_an_idle_layer_does_not_count():
     audit = trained(Spare(), torch.randn(8, 16, requires_grad=True), spec={"backend": "native", "exclude": ["around"]})
     assert audit.flops_share == pytest.approx(1 / 2) and not audit.uncounted
 
@@ -141,14 +144,14 @@ def test_pefts_copy_counts_in_the_place_of_the_original():
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_each_layer_counts_with_the_rows_that_passed_it(spec):
+def test_each_layer_counts_with_its_rows(spec):
     audit = trained(Rows(), torch.randn(4, 8, 16, requires_grad=True), spec={"backend": spec, "exclude": ["one"]})
     in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
     assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
 
 
 class Frozen(nn.Module):
-    """A tower that runs without gradients, before layers that train."""
+    """A tower without gradients, before layers that train."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +178,7 @@ def test_recomputed_forwards_count_once(use_reentrant):
     assert trained(model, x).flops_share == pytest.approx(flops_of_linears((16, 16, 32), (16, 32, 16)) / total)
 
 
-def test_layers_that_multiply_by_several_weights_count_them_all():
+def test_layers_with_several_weights_count_them_all():
     recurrent, attention = nn.LSTM(16, 32, num_layers=2), nn.MultiheadAttention(32, 4)
     model = nn.ModuleList([recurrent, attention])
     found = find_weight_products(model)
@@ -192,7 +195,7 @@ def test_layers_that_multiply_by_several_weights_count_them_all():
 
 
 class Recurrent(nn.Module):
-    """A classifier of sequences that reads the last hidden state, or all the states of packed sequences."""
+    """A classifier of sequences by the last hidden state, or by all states of packed sequences."""
 
     def __init__(self, packed):
         super().__init__()
@@ -206,7 +209,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "hidden state"])
-def test_recurrent_layers_count_whatever_they_take_and_give(packed):
+def test_recurrent_layers_count_with_any_inputs_and_outputs(packed):
     audit = trained(Recurrent(packed), torch.randn(10, 4, 16))
     in_fp8 = flops_of_linears((40 if packed else 4, 32, 16))
     # the first weight's input needs no gradient
@@ -236,17 +239,14 @@ def test_a_layer_without_a_size_counts_when_it_has_one():
     model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
     optimizer = torch.optim.AdamW(model[1].parameters())
     fp8_backends.prepare(model, optimizer, "native:dynamic")
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
+    step(model, optimizer, torch.randn(4, 64))
     sizes = 64 * 32, 32 * 16
     assert fp8_backends.audit(model).flops_share == pytest.approx(sizes[1] / sum(sizes))
 
 
-def test_forwards_that_train_nothing_do_not_count():
+def test_forwards_without_training_do_not_count():
     """Text is generated between the microbatches, and a forward raises."""
-    model = Rows()
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["one"]})
+    model, optimizer = prepared(Rows(), {"backend": "native", "exclude": ["one"]})
     x = torch.randn(4, 8, 16, requires_grad=True)
     failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -272,10 +272,8 @@ def test_a_traced_forward_does_not_count():
 
 
 def test_a_replica_of_data_parallel_is_not_measured():
-    """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
-    model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    """PyTorch makes one for each GPU and forward, with the model's dictionaries of hooks."""
+    model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
     replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
     replica(torch.randn(8, 16)).sum().backward()
     optimizer.step()
@@ -285,101 +283,73 @@ def test_a_replica_of_data_parallel_is_not_measured():
 
 @pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted(capfd):
-    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model, optimizer = prepared(nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16)))
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
-        compiled(torch.randn(4, 8, 16)).square().mean().backward()
-        optimizer.step()
+        step(compiled, optimizer, torch.randn(4, 8, 16))
     assert fp8_backends.audit(model).uncounted == ["0"]
     assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (line := capfd.readouterr().err)
     assert "1 convolution not counted" in line
 
 
-def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
+def test_a_compiled_part_weighs_as_much_as_an_eager_one():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     fp8_backends.prepare(model[0], optimizer, {"backend": "native", "exclude": ["0"]})
     fp8_backends.prepare(model[1], optimizer, "native:dynamic")
     model[0].compile(backend="eager")
     for _ in range(2):
-        model(torch.randn(16, 32, requires_grad=True)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(16, 32, requires_grad=True))
     assert fp8_backends.audit(model).flops_share == pytest.approx(3 / 4)
 
 
 # layers that come after `prepare`
 
 
-def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(caplog):
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
-
-    def step():
-        model(torch.randn(8, 16, requires_grad=True)).square().mean().backward()
-        optimizer.step()
-
-    step()
+def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
+    model, optimizer = prepared(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+    x = torch.randn(8, 16, requires_grad=True)
+    step(model, optimizer, x)
     assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
     model.append(nn.Linear(16, 64))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     audit = fp8_backends.audit(model)
     assert audit.flops_share == pytest.approx(0.5)
     assert "added after the model was prepared" in audit.high_precision["2"]
-    step()
+    step(model, optimizer, x)
     assert "native:dynamic: 2: added after the model was prepared: prepare it again" in caplog.text
     caplog.clear()
-    step()
+    step(model, optimizer, x)
     fp8_backends.prepare(model, optimizer, "native:dynamic")
-    step()
+    step(model, optimizer, x)
     assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
-def test_parameters_that_came_later_and_that_no_optimizer_holds_are_named_once(backend, caplog):
+def test_later_parameters_without_an_optimizer_are_named_once(backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
     optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # of 2.weight none, as the user likes it
     for optimizer in optimizers:
         fp8_backends.prepare(model, optimizer, backend)
     model[1] = nn.Linear(32, 32)
     model.append(nn.Linear(16, 16, bias=False).requires_grad_(False))
-
-    def step():
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizers[0].step()
-
-    step()
+    step(model, optimizers[0], torch.randn(8, 16))
     assert f"{backend}: 1.bias, 1.weight: added after the model was prepared, in no prepared optimizer" in caplog.text
     assert "2.weight" not in caplog.text and "3.weight" not in caplog.text
     caplog.clear()
-    step()
+    step(model, optimizers[0], torch.randn(8, 16))
     assert not caplog.text
 
 
-def test_adapters_that_come_after_prepare_are_named(caplog):
-    peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, "native:dynamic")
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"], r=4))
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-    assert "1.lora_A.default.weight, 1.lora_B.default.weight: added after the model was prepared" in caplog.text
-
-
-def test_a_layer_that_takes_the_place_of_another_is_noticed(caplog):
+def test_a_replaced_layer_is_noticed(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["1"]})
+    model, optimizer = prepared(model, {"backend": "native", "exclude": ["1"]})
     model[0] = nn.Linear(16, 32)
     model[1] = nn.Linear(32, 32)
     optimizer.add_param_group({"params": [*model[0].parameters(), *model[1].parameters()]})
     model.forward = lambda x: model.head(model[1](model[0](x)))
     with pytest.raises(fp8_backends.FP8BackendError, match="no FP8 product ran"):
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(8, 16))
     reasons = fp8_backends.audit(model).high_precision
     assert "added after" in reasons["0"] and reasons["1"] == "left out by exclude='1'"

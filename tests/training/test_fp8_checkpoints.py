@@ -1,4 +1,4 @@
-"""Models that come from an FP8 checkpoint: refused, made plain, or left frozen; and what is saved of them."""
+"""Models from an FP8 checkpoint: refused, made plain, or left frozen; and saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.training import checkpoint_formats, proof
+from fp8_backends.training import proof
 from fp8_backends.training.auditing import count_products
 from fp8_backends.training.conversion import prepared_roots, restore
 
@@ -68,8 +68,8 @@ def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
         assert quantized.model.layers[0].mlp.up_proj.weight.dtype == expected
 
 
-def test_frozen_fp8_linear_is_named_for_what_it_is():
-    """Under adapters it stays: FP8 that this package neither makes nor proves, and no high precision."""
+def test_frozen_fp8_linear_is_reported_as_foreign():
+    """It stays under adapters: foreign FP8, neither high precision nor proven here."""
     quantized = with_fp8_linear(llama())
     for name, parameter in quantized.named_parameters():
         parameter.requires_grad_("_proj" not in name)
@@ -103,7 +103,7 @@ def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("sizes", [(256, 384), (192, 320)])
-def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
+def test_adapters_train_over_bit_identical_codes(sizes):
     quantized = with_fp8_linear(llama(*sizes))
     before = {
         f"base_model.model.{name}": (layer.weight.detach().clone(), layer.weight_scale_inv.detach().clone())
@@ -131,8 +131,7 @@ def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
 
 
 def test_products_of_codes_are_those_of_their_values():
-    """Against FP64 over the reference's codes of what is quantized here: up to FP32 sums, and one rounding of values to
-    bf16 where bf16 multiplies."""
+    """Compare with FP64 over reference codes: equal up to FP32 sums, and one bf16 rounding for bf16 products."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     torch.manual_seed(0)
@@ -155,10 +154,8 @@ def test_products_of_codes_are_those_of_their_values():
 
 
 def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
-    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path))
+    model = with_lora(load(tmp_path, None))
     losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
     tensors = stored(tmp_path)
     found = codes_in(model)
@@ -185,8 +182,8 @@ def test_other_layers_with_codes_are_refused_with_a_way_out():
         fp8_backends.checkpoints.export(quantized, "nowhere")
 
 
-def test_what_transformers_dequantized_is_saved_plain(tmp_path):
-    """Without a GPU it dequantizes while it loads, and `save_pretrained` would write codes that nothing announces."""
+def test_models_dequantized_by_transformers_are_saved_plain(tmp_path):
+    """Without a GPU it dequantizes while loading, and `save_pretrained` would write unannounced codes."""
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path / "fp8")
     for name, made_plain in (
         ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
@@ -203,7 +200,7 @@ def test_what_transformers_dequantized_is_saved_plain(tmp_path):
 
 @pytest.fixture
 def loads_codes(monkeypatch):
-    """A stub for a GPU that multiplies FP8: transformers asks for one before it loads `FP8Linear`."""
+    """Pretend a GPU with FP8 products: transformers needs one to load `FP8Linear`."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
@@ -211,11 +208,9 @@ def loads_codes(monkeypatch):
 
 @pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
 def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes, loads_codes, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     hidden, inner = sizes
     result = fp8_backends.checkpoints.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, report = type(llama()).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
     assert list(layers) == result.exact and type(model.lm_head) is nn.Linear
@@ -232,7 +227,7 @@ def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes,
     assert len(train(model.train(), spec, 1)) == 1
 
 
-def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
+def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
     result = fp8_backends.checkpoints.export(model, tmp_path)
@@ -244,10 +239,8 @@ def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
 
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
 def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     result = fp8_backends.checkpoints.export(trained(spec), tmp_path, "compressed-tensors")
-    plain, model = load(tmp_path, "compressed-tensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain, model = load(tmp_path, "compressed-tensors"), load(tmp_path, None)
     with pytest.raises(RecipeError, match="13 more: .* would never train"):
         fp8_backends.prepare(model, None, "native:dynamic")
     assert fp8_backends.checkpoints.dequantize(model) == result.exact
@@ -260,19 +253,10 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
 
 
-def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_path):
+def test_layers_decompressed_by_compressed_tensors_are_not_made_plain(tmp_path):
     """Its first forward turns codes into frozen weights and wraps every module."""
-    from transformers import AutoModelForCausalLM
-
     fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path, None)
     logits(model)
     with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
         fp8_backends.checkpoints.dequantize(model)
-
-
-def test_rounding_gives_each_grid_its_own_scales():
-    weight = torch.randn(200, 300) * torch.logspace(-3, 3, 200).unsqueeze(1)
-    for grid, shape in (("tensor", ()), ("channel", (200, 1)), ("block", (2, 3))):
-        codes = checkpoint_formats.rounded(weight, grid)
-        assert codes.scale_inv.shape == shape and checkpoint_formats.grid_of(codes) == grid

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints, and which checkpoint of a folder is the newest whole one."""
+"""Manifests of checkpoints, and the newest whole checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = fp8_backends.resolve("native:delayed")
 
 
 def checkpoint(folder: Path, step: int = 1, sealed: bool = True) -> Path:
-    """A folder with files as Accelerate writes them, one of them in a folder of its own."""
+    """Write a folder of files like Accelerate, one of them in a subfolder."""
     (folder / "part").mkdir(parents=True)
     for name in ("random_states_0.pkl", "model.safetensors", "part/__0_0.distcp"):
         (folder / name).write_bytes(name.encode() * 100 + bytes([step]))
@@ -28,7 +28,7 @@ def checkpoint(folder: Path, step: int = 1, sealed: bool = True) -> Path:
     return folder
 
 
-def test_a_manifest_says_what_was_saved_by_whom(tmp_path):
+def test_a_manifest_describes_a_save(tmp_path):
     record = manifest.condition(checkpoint(tmp_path / "a", step=7)).manifest
     assert (record["backend"], record["step"], record["world_size"]) == ("native:delayed", 7, 2)
     assert record["recipe"]["amax_history_len"] == RECIPE.amax_history_len
@@ -51,7 +51,7 @@ def test_a_manifest_says_what_was_saved_by_whom(tmp_path):
         (lambda file: (file.parents[1] / "my_notes.txt").write_text("mine"), "whole", ""),
     ],
 )
-def test_what_a_checkpoint_is(change, word, said, tmp_path):
+def test_conditions_of_a_checkpoint(change, word, said, tmp_path):
     change(checkpoint(tmp_path / "a") / "part" / "__0_0.distcp")
     found = manifest.condition(tmp_path / "a")
     assert found.word == word and said in found.detail
@@ -63,7 +63,7 @@ def rewrite(folder: Path, old: str, new: str) -> None:
     (folder / manifest.NAME).write_text(text.replace(old, new, 1))
 
 
-def test_weights_of_somebody_elses_that_accelerate_would_prefer_are_refused(tmp_path):
+def test_foreign_weights_preferred_by_accelerate_are_refused(tmp_path):
     folder = checkpoint(tmp_path / "a", sealed=False)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     manifest.write(folder, {n: manifest.digest(folder / n) for n in manifest.files_of(folder)}, RECIPE, 1, 1)
@@ -72,7 +72,7 @@ def test_weights_of_somebody_elses_that_accelerate_would_prefer_are_refused(tmp_
     assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
 
 
-def test_a_checkpoint_that_promised_no_manifest_may_have_none(tmp_path):
+def test_a_manifest_is_only_needed_if_promised(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint-3", sealed=False)
     (folder / "fp8_backend.json").write_text('{"format": 2, "models": {}}')
     assert manifest.condition(folder).word == "no manifest"
@@ -84,7 +84,7 @@ def test_a_checkpoint_that_promised_no_manifest_may_have_none(tmp_path):
     assert manifest.condition(folder).word == "no manifest"
 
 
-def test_the_newest_whole_checkpoint_is_found_and_what_was_skipped_is_named(tmp_path, caplog):
+def test_the_newest_whole_checkpoint_is_found_and_skipped_ones_are_named(tmp_path, caplog):
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "nothing") is None
     for step in (2, 9, 10):
         checkpoint(tmp_path / f"checkpoint-{step}", step)
@@ -106,7 +106,7 @@ def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
 
 
 def rewritten(folder: Path, **changed) -> None:
-    """Give the manifest of a checkpoint other values, with a checksum that fits."""
+    """Change values in the manifest of a checkpoint, and its checksum."""
     record = json.loads((folder / manifest.NAME).read_bytes())
     del record["sha256"]
     (folder / manifest.NAME).write_bytes(manifest._text(record | changed))
@@ -121,7 +121,7 @@ def rewritten(folder: Path, **changed) -> None:
         (["checkpoint_9", "checkpoint_10"], "checkpoint_10"),
     ],
 )
-def test_a_clock_that_was_set_back_does_not_bring_the_older_checkpoint_back(names, newest, tmp_path):
+def test_a_clock_set_back_does_not_bring_the_older_checkpoint_back(names, newest, tmp_path):
     for name, step, year in zip(names, (900, 1000), (2027, 2025), strict=True):
         rewritten(checkpoint(tmp_path / name), step=step, time=f"{year}-01-01T00:00:00+00:00")
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / newest)
@@ -130,13 +130,13 @@ def test_a_clock_that_was_set_back_does_not_bring_the_older_checkpoint_back(name
         assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / newest)
 
 
-def test_numbers_of_saves_come_before_steps_where_a_run_went_back(tmp_path):
+def test_numbers_of_saves_come_before_steps(tmp_path):
     for number, step in ((0, 100), (1, 200), (2, 150)):
         checkpoint(tmp_path / f"checkpoint_{number}", step)
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
 
 
-def test_where_nothing_is_whole_a_run_begins_anew_unless_something_was(tmp_path):
+def test_without_a_whole_checkpoint_a_run_starts_over_unless_one_is_damaged(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", sealed=False)
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) is None
     (checkpoint(tmp_path / "checkpoint-0") / "model.safetensors").unlink()
@@ -144,7 +144,7 @@ def test_where_nothing_is_whole_a_run_begins_anew_unless_something_was(tmp_path)
         fp8_backends.checkpoints.newest_checkpoint(tmp_path)
 
 
-def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, capsys):
+def test_checkpoints_without_a_manifest_are_taken_if_none_has_one(tmp_path, capsys):
     for step in (1, 2):
         (checkpoint(tmp_path / f"checkpoint_{step}", sealed=False) / "fp8_backend.json").unlink()
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
@@ -165,15 +165,15 @@ def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, c
         ("backend", ["native"]),
     ],
 )
-def test_a_manifest_that_says_something_else_than_ours_is_damaged(key, value, tmp_path):
-    """Its checksum is right: it tells damage, and not who wrote it."""
+def test_a_manifest_of_another_form_is_damaged(key, value, tmp_path):
+    """Its checksum is right: a checksum proves integrity, not authorship."""
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     rewritten(folder, **{key: value})
     found = manifest.condition(folder)
     assert (found.word, found.manifest) == ("damaged", None) and "does not hold what a manifest" in found.detail
 
 
-def test_a_manifest_that_is_no_file_is_damaged(tmp_path):
+def test_a_pipe_as_a_manifest_is_damaged(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     (folder / manifest.NAME).unlink()
     os.mkfifo(folder / manifest.NAME)

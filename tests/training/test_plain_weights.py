@@ -1,4 +1,4 @@
-"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, what was stored afterwards, and no change is lost."""
+"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, stored forms afterwards, and no change lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from conversion_steps import take_steps
 from safetensors.torch import save
 from torch import nn
 
@@ -19,7 +20,7 @@ LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is also that of a layer, and a layer after it."""
+    """An embedding tied to a layer, and another layer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -40,11 +41,7 @@ def prepared(backend: str, dtype: torch.dtype = torch.float32):
 
 
 def step(model, optimizer) -> float:
-    loss = model(torch.arange(64)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return take_steps(lambda: model(torch.arange(64)).float().square().mean(), optimizer)[0]
 
 
 def bits(model) -> list[torch.Tensor]:
@@ -74,7 +71,7 @@ def test_weights_are_plain_inside_and_training_goes_on_as_if_nothing_had_been(ba
 
 
 @pytest.mark.parametrize("backend", LEVELS)
-def test_what_is_written_inside_is_kept_with_all_its_precision(backend):
+def test_changes_inside_keep_all_their_precision(backend):
     model, optimizer = prepared(backend)
     step(model, optimizer)
     wanted = model.down.weight.detach().clone()
@@ -89,7 +86,7 @@ def test_what_is_written_inside_is_kept_with_all_its_precision(backend):
     assert model.down.weight.stored.edited is None
 
 
-def test_what_bf16_does_not_show_of_an_fp16_weight_is_kept_where_nothing_was_written():
+def test_unchanged_fp16_weights_keep_bits_beyond_bf16():
     model, optimizer = prepared("msamp:O3", torch.bfloat16)
     step(model, optimizer)
     exact = model.down.weight.exact(torch.float32)
@@ -100,7 +97,7 @@ def test_what_bf16_does_not_show_of_an_fp16_weight_is_kept_where_nothing_was_wri
     assert torch.equal(model.down.weight.exact(torch.float32), exact)
 
 
-def test_a_gradient_waits_outside_and_one_that_is_made_inside_is_stored_as_ever():
+def test_gradients_from_outside_and_inside_add_up():
     model, optimizer = prepared("msamp:O2")
     other, its_optimizer = prepared("msamp:O2")
     for each in (model, other):
@@ -116,7 +113,7 @@ def test_a_gradient_waits_outside_and_one_that_is_made_inside_is_stored_as_ever(
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao", None])
-def test_weights_that_are_plain_anyway_stay_as_they_are(backend):
+def test_plain_weights_stay_unchanged(backend):
     model = Tied()
     if backend:
         fp8_backends.prepare(model, None, backend)
@@ -143,7 +140,7 @@ def test_frozen_fp8_weights_are_plain_inside_and_keep_a_merged_adapter():
     assert isinstance(model.down.weight, ScaledTensor) and torch.equal(model.down.weight.exact(), wanted)
 
 
-def test_codes_of_a_checkpoint_come_back_and_a_change_that_they_cannot_hold_is_not_lost():
+def test_codes_of_a_checkpoint_come_back_and_their_changes_are_not_lost():
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     layer = FP8Linear(128, 128, block_size=(128, 128)).requires_grad_(False)
@@ -161,7 +158,7 @@ def test_codes_of_a_checkpoint_come_back_and_a_change_that_they_cannot_hold_is_n
     assert type(layer.weight) is nn.Parameter and torch.equal(layer.weight, wanted)
 
 
-def test_what_is_restored_replaced_or_moved_inside_is_taken_as_it_is():
+def test_weights_restored_replaced_or_moved_inside_are_accepted():
     model, _ = prepared("msamp:O2")
     values = model.state_dict()
     with fp8_backends.checkpoints.plain_weights(model):
@@ -174,7 +171,7 @@ def test_what_is_restored_replaced_or_moved_inside_is_taken_as_it_is():
     assert all(type(p) is nn.Parameter for p in model.parameters()) and type(model.down) is nn.Linear
 
 
-def test_a_weight_that_a_graph_holds_is_named_and_prepare_stores_it_later():
+def test_a_weight_held_by_a_graph_is_named_and_prepare_stores_it_later():
     model, optimizer = prepared("msamp:O2")
     loss = model.eval()(torch.arange(8)).sum()
     with pytest.raises(FP8BackendError, match=r"weight: its storage cannot be swapped"):

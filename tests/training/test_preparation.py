@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conversion_steps import take_steps
 from torch import nn
 
 import fp8_backends
@@ -19,11 +20,7 @@ def net():
 
 
 def step(model, optimizer):
-    loss = model(torch.randn(16, 32)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return take_steps(lambda: model(torch.randn(16, 32)).square().mean(), optimizer)[0]
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
@@ -36,13 +33,6 @@ def test_both_objects_come_back_and_train(spec):
     assert optimizer.state[model[0].weight]["exp_avg"] is state
     losses = [step(model, optimizer) for _ in range(20)]
     assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_may_be_prepared_alone(spec):
-    model, nothing = preparation.prepare(net(), None, spec)
-    assert nothing is None
-    assert step(model, torch.optim.SGD(model.parameters(), lr=0.1)) > 0
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
@@ -68,7 +58,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     assert fp8_backends.audit(model).recipe == f"msamp:{level}"
 
 
-def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):
+def test_the_migration_entry_names_unsupported_arguments(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     model = net()
     with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
@@ -98,7 +88,7 @@ def test_swapped_arguments_are_explained():
     ],
     ids=["audit", "restore", "dequantize", "plain_weights", "export", "validate"],
 )
-def test_the_pair_that_prepare_returns_is_not_taken_for_a_model(function):
+def test_the_result_of_prepare_is_not_taken_for_a_model(function):
     pair = fp8_backends.prepare(net(), None, "native:dynamic")
     with pytest.raises(FP8BackendError, match=r"not tuple: prepare returns \(model, optimizer\)"):
         function(pair)
@@ -114,32 +104,9 @@ def test_an_optimizer_of_another_model_is_refused():
         preparation.prepare(net(), others, {"backend": "native", "on_unproven": "warn"})
 
 
-@pytest.mark.parametrize("spec", BACKENDS)
-def test_integer_parameters_are_left_alone(spec):
-    model = net()
-    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
-    packed = nn.Linear(32, 32, bias=False)
-    packed.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
-    model.packed = packed
-    model.forward = lambda x: model[2](model[1](model[0](x)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preparation.prepare(model, optimizer, spec)
-    assert type(packed) is nn.Linear and packed.weight.dtype == torch.int8
-    before = model[0].weight.detach().clone()
-    step(model, optimizer)
-    assert not torch.equal(before, model[0].weight)
-
-
-def test_a_model_of_integers_alone_is_an_error():
-    model = nn.Linear(32, 32, bias=False)
-    model.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(FP8BackendError, match="int8"):
-        preparation.prepare(model, None, "native")
-
-
 def test_a_wrapped_optimizer_is_watched_all_the_same(capfd):
     class Wrapper(torch.optim.Optimizer):
-        """As Accelerate's: it is a torch optimizer, and has one."""
+        """A torch optimizer around another, like Accelerate's."""
 
         def __init__(self, optimizer):
             self.optimizer = optimizer

@@ -25,7 +25,7 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 
 
 class Net(nn.Module):
-    """Two layers of one shape and one of another; `used` and `checkpointed` change what a forward runs."""
+    """Two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
 
     def __init__(self, used=True, checkpointed=None):
         super().__init__()
@@ -63,10 +63,6 @@ def step(model, optimizer, microbatches=1, tokens=24):
     optimizer.zero_grad()
 
 
-def spec_that(on_unproven, backend="ao:tensorwise"):
-    return recipes.FP8RecipeKwargs(backend=backend, on_unproven=on_unproven)
-
-
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
     model, optimizer = prepared(spec)
@@ -81,7 +77,7 @@ def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_line_goes_to_logging_where_a_handler_shows_it(caplog, capfd):
+def test_the_line_goes_to_logging_with_a_visible_handler(caplog, capfd):
     caplog.set_level(logging.INFO, logger="fp8_backends")
     step(*prepared())
     assert [record.getMessage().split(",")[0] for record in caplog.records] == ["ao:tensorwise: 3/3 Linear"]
@@ -98,22 +94,9 @@ def counts(model):
     return auditing.audit(model).products
 
 
-def test_a_level_stores_a_model_while_the_first_step_of_another_is_profiled(capfd):
-    """The weights that a level swaps must not be held by what profiles the other."""
-    of_ao = prepared()
-    loss = of_ao[0](torch.randn(24, 32)).sum()
-    of_level = prepared("msamp:O2")
-    loss.backward()
-    of_ao[1].step()
-    step(*of_level)
-    step(*of_ao)
-    told = capfd.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in told] == ["ao:tensorwise: 3/3 Linear", "msamp:O2: 3/3 Linear"]
-
-
 @pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
 def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
-    """A profiler that is stopped inside a backward would be on for good, and remember every operator."""
+    """A profiler stopped inside a backward would stay on, and record every operator."""
     torch.manual_seed(0)
     model = Net()
     groups = [[p] for p in model.parameters()] if each else [list(model.parameters())]
@@ -183,16 +166,17 @@ def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
     assert "3/3 Linear, 33 % of weight FLOPs in FP8, dgrad (" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("spec", BACKENDS)
 @pytest.mark.parametrize("kind", ["reentrant", "saved tensors", "selective"])
-def test_recomputed_products_are_counted_apart(kind):
-    model, optimizer = prepared(checkpointed=kind)
+def test_recomputed_products_are_counted_apart(kind, spec):
+    model, optimizer = prepared(spec, checkpointed=kind)
     step(model, optimizer)
     for found in counts(model).values():
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_that_is_one_layer_is_proven(spec, capfd):
+def test_a_single_layer_is_proven(spec, capfd):
     layer = nn.Linear(32, 16)
     layer, optimizer = preparation.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
     step(layer, optimizer)
@@ -211,8 +195,8 @@ def test_a_dispatch_mode_around_the_first_step_hides_no_product(emulate, capfd):
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 
 
-def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
-    """In the first a profiler that notes shapes would let PyTorch warn of each tensor that the compiler passes."""
+def test_a_compiled_part_is_counted_in_the_second_step(capfd):
+    """A profiler with shapes in the first would trigger PyTorch's warning about each tensor in the compiler."""
     torch._dynamo.reset()
     model, optimizer = prepared()
     model.last.compile(backend="aot_eager")
@@ -223,7 +207,7 @@ def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
 
 
 @pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
-def test_compiled_steps_count_what_eager_steps_do(tokens, capfd):
+def test_compiled_steps_count_like_eager_steps(tokens, capfd):
     torch._dynamo.reset()
     model, optimizer = prepared()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -254,25 +238,17 @@ def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capf
     assert "10/10 Linear" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("spec", BACKENDS)
-def test_the_proof_recompiles_nothing(spec):
+@pytest.mark.parametrize(("spec", "whole"), [*((spec, True) for spec in BACKENDS), ("native:dynamic", False)])
+def test_the_proof_recompiles_nothing(spec, whole):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))  # compiled with its own hooks inside
     _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), spec)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if whole:
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="aot_eager")
     for _ in range(4):
-        step(compiled, optimizer)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_forward_that_is_compiled_alone_is_compiled_once():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), "native:dynamic")
-    model.forward = torch.compile(model.forward, backend="eager")
-    for _ in range(3):
         step(model, optimizer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -287,7 +263,7 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
 
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
-def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
+def test_evaluation_mode_is_named_as_the_reason(spec):
     model, optimizer = prepared(spec)
     model.eval()
     backward(model)
@@ -296,8 +272,8 @@ def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_no_product_at_all_warns_where_the_recipe_says_so(spec):
-    model, optimizer = prepared(spec_that("warn", spec), used=False)
+def test_no_product_at_all_is_a_warning_by_recipe(spec):
+    model, optimizer = prepared({"backend": spec, "on_unproven": "warn"}, used=False)
     with pytest.warns(UserWarning, match="no FP8 product ran"):
         step(model, optimizer)
 
@@ -310,7 +286,7 @@ def test_an_optimizer_step_before_any_forward_proves_nothing_yet(capfd):
     assert "3/3 Linear" in capfd.readouterr().err
 
 
-def test_layers_that_took_no_part_are_named(caplog):
+def test_idle_layers_are_named(caplog):
     model, optimizer = prepared("native:dynamic")
     model.run = lambda x: model.second(model.first(x))
     step(model, optimizer)
@@ -378,7 +354,7 @@ def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, c
     assert not model._forward_pre_hooks and not model.first._forward_hooks
 
 
-def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
+def test_an_abandoned_model_does_not_keep_the_profiler(capfd):
     given_up, _ = prepared()
     for _ in range(3):
         given_up(torch.randn(8, 32))  # forwards without a backward, such as an evaluation that records gradients
@@ -403,7 +379,7 @@ def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
 
 @pytest.mark.parametrize("after_forward", [False, True])
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
+def test_a_model_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
     model, optimizer = prepared(spec)
     if after_forward:
         backward(model)
@@ -415,8 +391,8 @@ def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(sp
     assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
-    """Storing a weight swaps its tensor, which nothing else may hold then."""
+def test_a_failed_first_step_lets_another_model_store_its_weights(capfd):
+    """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
     failed(torch.randn(8, 32))  # and nothing follows: an error, after which its model is still there
     new = Net()
@@ -451,7 +427,7 @@ def test_forwards_without_a_step_do_not_count(capfd):
     assert {count["fprop"] for count in products.values()} == {1}
 
 
-def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(capfd):
+def test_an_error_in_a_forward_ends_the_profile_and_a_later_step_is_the_proof(capfd):
     model, optimizer = prepared("ao:tensorwise")
     failing = model.last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -465,7 +441,7 @@ def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(ca
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_a_model_that_returns_nothing_is_proven(capfd):
+def test_a_model_without_outputs_is_proven(capfd):
     model, optimizer = prepared("ao:tensorwise")
     run = model.run
     model.run = lambda x: setattr(model, "loss", run(x).square().sum())
@@ -475,7 +451,7 @@ def test_a_model_that_returns_nothing_is_proven(capfd):
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_the_proof_waits_for_code_that_has_a_profiler_of_its_own(capfd):
+def test_the_proof_waits_for_code_with_its_own_profiler(capfd):
     model, optimizer = prepared("ao:tensorwise")
     backward(model)  # the proof's profile runs
     assert torch._C._autograd._profiler_enabled()

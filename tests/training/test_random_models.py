@@ -1,7 +1,7 @@
-"""Random models are prepared, trained, saved, loaded into plain PyTorch and restored: all of it is right, or an error
-of this package says what to do.
+"""Prepare, train and save random models, load them into plain PyTorch and restore them: all of it is right, or an error
+of this package has a fix.
 
-More of them, or one alone, whose faults a failure names with its seed::
+To run more of them, or the seed of a failure::
 
     FP8_BACKENDS_RANDOM_MODELS=0:1000 python -m pytest tests/training/test_random_models.py
     FP8_BACKENDS_RANDOM_MODELS=412:413 python -m pytest tests/training/test_random_models.py
@@ -47,12 +47,12 @@ SMALL = 1e-3
 
 
 def refused_by_pytorch(error: Exception) -> bool:
-    """Whether PyTorch does not train such a model: an expanded weight has several elements in one place."""
+    """Return True for the error of an expanded weight: PyTorch does not train several elements in one place."""
     return "more than one element of the written-to tensor" in str(error)
 
 
 class Trained:
-    """The model of a seed, prepared and trained for two steps; beside it plain ones of the same seed."""
+    """The prepared and trained model of a seed, and plain ones of the same seed."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -111,7 +111,7 @@ def difference(one, other):
 
 
 def faults_of_training(trained: Trained) -> Iterator[str]:
-    """What trains moves as in plain PyTorch, and what is frozen stays."""
+    """Compare updates with plain PyTorch; frozen parameters stay."""
     if trained.pytorch_error is not None:
         return  # the weight is not expanded any more where it is stored, and trains
     ours, theirs = [], []
@@ -134,14 +134,14 @@ def faults_of_training(trained: Trained) -> Iterator[str]:
 
 
 def stored(trained: Trained, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values from before the training, as this parameter stored them when it was prepared."""
+    """Return values from before training in the stored form of this parameter."""
     if not isinstance(parameter, ScaledTensor):
         return values.detach()
     return fp8_backends.states.levels.quantize_weight(values, trained.spec.removeprefix("msamp:")).exact()
 
 
 def faults_of_the_state_dict(trained: Trained, states: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Plain tensors under the plain model's keys, of its dtypes, with the live values to the bit."""
+    """Expect plain tensors with the plain model's keys and dtypes, bit-equal to the live values."""
     expected = trained.twin.state_dict()
     if list(states) != list(expected):
         yield f"the state dict has other keys: {set(states) ^ set(expected)}"
@@ -154,7 +154,7 @@ def faults_of_the_state_dict(trained: Trained, states: dict[str, torch.Tensor]) 
 
 
 def loaded_plainly(trained: Trained, states: dict[str, torch.Tensor]) -> RandomModel:
-    """A plain model with these values, which went through a file."""
+    """Load these values through a file into a plain model."""
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
@@ -181,7 +181,7 @@ def lie_alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def faults_of_restoring(trained: Trained, states: dict[str, torch.Tensor], loaded: RandomModel) -> Iterator[str]:
-    """Plain classes with the same values and, where weights lie alike in memory, the same outputs to the bit."""
+    """Expect plain classes with the same values and, for equal strides, bit-identical outputs."""
     conversion.restore(trained.model)
     for (name, module), plain in zip(trained.model.named_modules(), loaded.modules(), strict=True):
         if type_before_parametrizations(module) is not type_before_parametrizations(plain):
@@ -206,7 +206,7 @@ def faults(trained: Trained) -> Iterator[str]:
 
 
 def outcome(seed: int) -> tuple[str, list[str]]:
-    """(`right`, `wrong`, `refused by PyTorch` or `refused`, with the words to show for it)."""
+    """Return (`right`, `wrong`, `refused by PyTorch` or `refused`, with the evidence)."""
     trained = None
     try:
         trained = Trained(seed)

@@ -1,4 +1,4 @@
-"""A forward that another library wrapped on the instance: the layer inside runs in FP8, and follows its class back."""
+"""A forward wrapped on the instance by another library: the layer inside runs in FP8, and restores its class."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from conversion_steps import take_steps
 from torch import nn
 from transformers.distributed.expert_parallel import (
     EpDispatchExpertsParallel,
@@ -67,14 +68,7 @@ CASES += [(backend, all_at_once) for backend in ("ao:tensorwise", "msamp:O2")]
 def trained(model, backend, steps=2):
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), backend)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
-    losses = []
-    for _ in range(steps):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses
+    return model, take_steps(lambda: model(x).square().mean(), optimizer, steps)
 
 
 @pytest.mark.parametrize("backend, wrap", CASES)

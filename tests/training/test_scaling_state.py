@@ -25,7 +25,7 @@ def new_run(backend: str, seed: int = 0) -> tuple:
 
 
 def train(model, optimizer, seeds) -> list[tuple[float, float]]:
-    """The loss and the largest gradient of the first layer in each step, too small for scale 1."""
+    """Return the loss and the largest gradient of the first layer in each step, too small for scale 1."""
     seen = []
     for seed in seeds:
         x = torch.randn(16, model[0].in_features, generator=torch.Generator().manual_seed(seed))
@@ -38,7 +38,7 @@ def train(model, optimizer, seeds) -> list[tuple[float, float]]:
 
 
 def saved_run(backend: str) -> tuple:
-    """State dicts after a few steps, and what the steps after them give."""
+    """Return state dicts after a few steps, and the results of the next steps."""
     model, optimizer = new_run(backend)
     train(model, optimizer, range(4))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -57,7 +57,7 @@ def test_state_dicts_resume_a_run_to_the_bit(backend):
 
 
 def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
-    """As stock PyTorch saves it, and as `torch.distributed.checkpoint` takes it over."""
+    """Saved by stock PyTorch, or converted by `torch.distributed.checkpoint`."""
     weights, states, unbroken = saved_run("native:delayed")
     model, optimizer = new_run("native:delayed")
     model.load_state_dict(weights)
@@ -78,7 +78,7 @@ def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
 
 
 @pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
-def test_state_dicts_that_were_loaded_before_prepare_are_noticed(backend, warns, caplog):
+def test_state_dicts_loaded_before_prepare_are_noticed(backend, warns, caplog):
     """PyTorch passes over the scaling states there."""
     weights, states, unbroken = saved_run(backend)
     model = mlp()

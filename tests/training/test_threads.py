@@ -1,4 +1,4 @@
-"""Training in threads. Each case is one of `benchmarks/reliability/threads.py`, which adds those with processes."""
+"""Train in threads: the cases of `benchmarks/reliability/threads.py`; the benchmark adds processes."""
 
 import gc
 import sys
@@ -44,20 +44,20 @@ def test_a_users_profiler_starts_in_the_middle_of_a_step():
 
 
 def test_a_model_is_proven_while_another_thread_compiles(monkeypatch):
-    """PyTorch says to all threads that it compiles."""
+    """PyTorch sets one flag for all threads while it compiles."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     cases.Training().train(1).check_proven()
 
 
-def test_a_step_that_another_thread_begins_ends_with_it():
-    """PyTorch's profiler goes with its thread, and leaves the hooks of no layer behind."""
+def test_a_step_begun_in_another_thread_ends_with_it():
+    """PyTorch's profiler ends with its thread, and leaves no hooks of layers."""
     training = cases.Training()
     cases.in_thread(training.loss)
     assert not any(layer._forward_pre_hooks for layer in training.model)
 
 
-def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
-    """Python collects garbage anywhere; a profiler that is stopped there would be on for good."""
+def test_a_model_dropped_inside_a_backward_leaves_no_profiler_on():
+    """Python collects garbage anywhere; a profiler stopped there would stay on."""
     held = [cases.Training()]
     held[0].loss()
     loss = cases.Training("native:dynamic").loss()
@@ -68,7 +68,7 @@ def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
 def test_gradients_of_one_model_add_up_over_threads(level, monkeypatch):
-    """One thread accumulates while another one stores the gradient in FP8, which is slowed down here."""
+    """One thread accumulates while another stores the gradient in FP8, slowed down here."""
     training, alone = (cases.Training(f"native:dynamic+msamp:{level}") for _ in range(2))
     quantize, casting = levels.quantize, threading.Event()
 

@@ -1,10 +1,11 @@
-"""A tiny Llama that trains a few steps, and what an FP8 checkpoint of it holds."""
+"""A tiny Llama trained for a few steps, and the contents of its FP8 checkpoint."""
 
 from __future__ import annotations
 
 import json
 
 import torch
+from conversion_steps import take_steps
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,7 +17,7 @@ SCALES = {"finegrained_fp8": "weight_scale_inv", "compressed-tensors": "weight_s
 
 
 def llama(hidden: int = 256, inner: int = 384, tied: bool = True) -> nn.Module:
-    """From seed 0. With the sizes that it has by default all layers are multiples of 128."""
+    """From seed 0. By default all sizes are multiples of 128."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -36,17 +37,10 @@ IDS = torch.arange(64).reshape(2, 32) * 5 % 128
 
 
 def train(model: nn.Module, spec, steps: int = 2) -> list[float]:
-    """Prepare it and train it. The losses."""
+    """Prepare and train a model. Return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     fp8_backends.prepare(model, optimizer, spec)
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(lambda: loss_of(model), optimizer, steps)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -61,18 +55,18 @@ def trained(spec, **sizes) -> nn.Module:
 
 
 def stored(folder) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in one file."""
+    """Read all tensors of a checkpoint in one file."""
     return load_file(folder / "model.safetensors")
 
 
 def codes_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights that are FP8 codes, by the layer's name."""
+    """Return the FP8 codes by the layer's name."""
     fp8 = {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
     return {name.removesuffix(".weight"): tensor for name, tensor in fp8.items()}
 
 
 def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes [out, in] with one scale, one a row or one for 128 x 128 stand for. FP32."""
+    """Dequantize codes [out, in] with one scale, one a row or one for 128 x 128. FP32."""
     rows, columns = codes.shape
     if scales.numel() > 1 and scales.shape != (rows, 1):
         scales = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
@@ -80,7 +74,7 @@ def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(tensors: dict[str, torch.Tensor], scale: str) -> dict[str, torch.Tensor]:
-    """Every weight of a checkpoint as plain values."""
+    """Return every weight of a checkpoint as plain values."""
     fp8 = codes_of(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in fp8}
     return plain | {f"{name}.weight": values(codes, tensors[f"{name}.{scale}"]) for name, codes in fp8.items()}
@@ -90,12 +84,13 @@ def config_of(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def load(folder, format: str = "finegrained_fp8") -> nn.Module:
-    """By stock transformers, with plain weights."""
+def load(folder, format: str | None = "finegrained_fp8") -> nn.Module:
+    """Load with stock transformers, as plain weights; without a format as its configuration says."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
-    choice = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}[format]
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=choice(dequantize=True))
+    configs = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}
+    options = {"quantization_config": configs[format](dequantize=True)} if format else {}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -37,8 +37,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import inner_tensors, residual_of, stored_bytes
-from ...training.flops import expected_flops
+from ...training.auditing import count_flops, inner_tensors, residual_of, stored_bytes
 from ...training.observed import WorkMeter
 from ...training.weight_products import find_weight_products
 
@@ -380,7 +379,7 @@ class _Step:
         roots = conversion.prepared_roots(self.model)
         if roots:
             _, root, prepared = roots[0]
-            measures = expected_flops(root, prepared, meter.work)
+            measures = count_flops(root, prepared, None, meter.work)
             needed, in_fp8 = measures.needed, measures.in_fp8
         else:
             needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0

@@ -13,7 +13,7 @@ from ...compute.fields import check_known
 from ...recipes.handlers import Recipe
 
 if TYPE_CHECKING:
-    from ..report import ConversionReport
+    from ..weight_products import ConversionReport
 
 Severity = Literal["error", "warning", "info"]
 Parallel = Literal["none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "tpu"]
