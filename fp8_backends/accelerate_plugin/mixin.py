@@ -198,7 +198,7 @@ class FP8Mixin(_RunTimeClass):
                 else:
                     model.forward = convert_outputs_to_fp32(autocast(forward))
             if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
-                raise rules.error("ddp_nothing_left", _setup_of(self))
+                raise rules.refusal("ddp_nothing_left", _setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:
             preparation.connect_ranks(model, self.fp8_recipe)
@@ -257,7 +257,7 @@ class FP8Mixin(_RunTimeClass):
         if is_new:
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
-                raise rules.error("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
+                raise rules.refusal("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
         self._watch_optimizers()
         return optimizer
 
@@ -533,7 +533,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _refuse_clipping(self, bound: float) -> None:
         if self.fp8_recipe.gradient_release:
-            raise rules.error("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
+            raise rules.refusal("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""
