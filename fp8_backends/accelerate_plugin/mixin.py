@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..announcement import announce, is_main_process
-from ..comm import ignore_list
+from ..comm.ddp import leaves_nothing
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
@@ -197,7 +197,7 @@ class FP8Mixin(_RunTimeClass):
                     model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
                 else:
                     model.forward = convert_outputs_to_fp32(autocast(forward))
-            if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
+            if self._wraps_in_ddp and not evaluation_mode and leaves_nothing(model):
                 raise rules.refusal("ddp_nothing_left", _setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:

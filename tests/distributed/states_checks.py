@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from unsealed import unseal
 
 import fp8_backends
-from fp8_backends.comm import zero
+from fp8_backends.comm import ddp
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
@@ -395,11 +395,11 @@ def check_shared_out_states_train_as_whole_ones_do():
         model, optimizer = under_ddp(level)
         reference, its_optimizer = under_ddp(level, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
-        zero.MESSAGE, kept = 5000, zero.MESSAGE  # a weight has 4096 bytes: messages end inside of one
+        ddp.MESSAGE, kept = 5000, ddp.MESSAGE  # a weight has 4096 bytes: messages end inside of one
         try:
             assert train(model, optimizer, range(5)) == train(reference, its_optimizer, range(5))
         finally:
-            zero.MESSAGE = kept
+            ddp.MESSAGE = kept
         assert equal(bits(model), bits(reference))
         weights, states = whole_state_dicts(model, optimizer)
         assert equal(weights, reference.state_dict())
