@@ -1,8 +1,8 @@
 """Find the mildest change of a recipe that halves its gradient error, by trials: `fp8_backends.advise`.
 
-Trials go from mild to strong: single layers in high precision, then another scaling rule, then both. A bisection finds
-the layers: measure groups of layers alone in FP8, and split the one with the largest error while so few layers could
-still explain the error.
+Trials go from mild to strong: single layers in high precision, then another scaling rule. A bisection finds the layers:
+measure groups of layers alone in FP8, and split the one with the largest error while so few layers could still explain
+the error.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _FAILURES = (FP8BackendError, RuntimeError)
 
 
 class Measurement(NamedTuple):
-    """Errors of one recipe."""
+    """Errors of one recipe, means over the batches."""
 
     gap: float
-    """Mean relative error of the gradients over the batches; infinite if a gradient is not finite."""
+    """Relative error of the gradients; infinite if a gradient is not finite, or without a measurement."""
     loss_error: float
-    """Mean absolute error of the loss over the batches."""
+    """Absolute error of the loss."""
 
 
 class GradientGap:
@@ -267,21 +267,19 @@ class Trial:
     """FLOPs in FP8 relative to all weight products in these batches, 0 to 1."""
     kept: float
     """FLOPs in FP8 relative to the given recipe's."""
-    measured: Measurement | None = None
+    measured: Measurement = Measurement(math.inf, math.inf)
     why_not: str | None = None
     """The reason for no measurement."""
 
     @property
     def gap(self) -> float:
-        """Infinite without a measurement, or with a non-finite gradient."""
-        return math.inf if self.measured is None else self.measured.gap
+        return self.measured.gap
 
 
 class Alone(NamedTuple):
     """The gap with only these layers in FP8."""
 
     names: tuple[str, ...]
-    scaling: str
     gap: float
 
     def parts(self) -> list[tuple[str, ...]]:
@@ -362,7 +360,7 @@ class Advice:
                     "exclude": list(trial.recipe.exclude or ()),
                     "flops_share": trial.flops_share,
                     "kept": trial.kept,
-                    **(finite(trial.measured._asdict()) if trial.measured else {"why_not": trial.why_not}),
+                    **({"why_not": trial.why_not} if trial.why_not else finite(trial.measured._asdict())),
                 }
                 for trial in self.trials
             ],
@@ -374,7 +372,7 @@ class Advice:
         rows = [("trial", "recipe", "FP8", "kept", "gap", "of given", "loss error")]
         rows.append((f"{self.around}, no FP8", "", "0 %", "0 %", *self._figures(self.floor)))
         for trial in self.trials:
-            figures = ("not run", "", "") if trial.measured is None else self._figures(trial.measured)
+            figures = ("not run", "", "") if trial.why_not else self._figures(trial.measured)
             rows.append((trial.change, trial.recipe.name, share(trial.flops_share), share(trial.kept), *figures))
         return rows
 
@@ -390,11 +388,9 @@ class Advice:
     def further_lines(self) -> list[str]:
         """Return the worst single layers, and the reasons for missing measurements."""
         lines = [f"{trial.change}: not run, {trial.why_not}" for trial in self.trials if trial.why_not]
-        scaling = self.given.recipe.scaling
-        singles = [group for group in self.alone if len(group.names) == 1 and group.scaling == scaling]
+        singles = sorted((group for group in self.alone if len(group.names) == 1), key=lambda group: -group.gap)
         if singles:
-            worst = sorted(singles, key=lambda group: -group.gap)[:SHOWN]
-            gaps = ", ".join(f"{group.names[0]} {group.gap:.3g}" for group in worst)
+            gaps = ", ".join(f"{group.names[0]} {group.gap:.3g}" for group in singles[:SHOWN])
             lines.append(f"gap of one layer alone in FP8: {gaps}")
         if self.not_counted:
             lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
@@ -488,16 +484,8 @@ class _Search:
         return Advice(*facts, passes=gap.passes)
 
     def _chosen(self) -> Trial | None:
-        """Try layers, then scaling rules, then layers with the best of these rules."""
-        if (trial := self._without_layers(self.given)) is not None:
-            return trial
-        scalings = []
-        for trial in self._scalings():
-            if self._helps(trial):
-                return trial
-            scalings.append(trial)
-        best = min(scalings, key=lambda trial: trial.gap, default=self.given)
-        return self._without_layers(best) if best.gap < self.given.gap else None
+        """Try layers, then scaling rules."""
+        return self._without_layers() or next(filter(self._helps, self._scalings()), None)
 
     def _helps(self, trial: Trial) -> bool:
         return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
@@ -536,8 +524,8 @@ class _Search:
             if not any(finding.severity == "error" or finding.rule == "emulated_here" for finding in new):
                 yield self._try(f"scaling {scaling}", recipe)
 
-    def _without_layers(self, base: Trial) -> Trial | None:
-        """Keep the fewest layers in high precision that halve the gap, under the scaling of `base`.
+    def _without_layers(self) -> Trial | None:
+        """Keep the fewest layers in high precision that halve the gap.
 
         Squares of gaps add up, as for independent errors, so the gaps of single groups predict the gap without some
         layers. The search ends when the best choice of so few layers would leave too much.
@@ -545,16 +533,15 @@ class _Search:
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
             return None
-        groups = [Alone(tuple(self.layers), base.recipe.scaling, base.gap)]
+        recipe, groups = self.given.recipe, [Alone(tuple(self.layers), self.given.gap)]
         while self.remaining and (worst := self._most_erring(groups, budget)):
             coarse = next((group for group in worst if len(group.names) > 1), None)
             if coarse is not None:
                 groups.remove(coarse)
-                groups += [self._alone(part, base.recipe) for part in coarse.parts()]
+                groups += [self._alone(part, recipe) for part in coarse.parts()]
                 continue
             names = [group.names[0] for group in worst]
-            scaling = "" if base is self.given else f"{base.change}, "
-            trial = self._try(f"{scaling}{together(names)} kept out", without(base.recipe, names))
+            trial = self._try(f"{together(names)} kept out", without(recipe, names))
             return trial if self._helps(trial) else None
         return None
 
@@ -581,7 +568,7 @@ class _Search:
     def _alone(self, names: tuple[str, ...], recipe: Recipe) -> Alone:
         """Measure these layers alone in FP8. The gap is 0 if the recipe has none of them in FP8, if the trial fails,
         or without a remaining trial."""
-        group = Alone(names, recipe.scaling, 0.0)
+        group = Alone(names, 0.0)
         if self.remaining:
             try:
                 alone = self.gap.prepared(without(recipe, sorted(self.layers.keys() - set(names))))
