@@ -35,7 +35,7 @@ LONG = 2**18
 
 
 class Reduced(NamedTuple):
-    """A sum or mean over ranks, equal to the bit on every rank: `codes * scale_inv`."""
+    """A mean over ranks, equal to the bit on every rank: `codes * scale_inv`."""
 
     codes: torch.Tensor
     """E4M3, [numel]."""
@@ -48,8 +48,8 @@ class Reduced(NamedTuple):
 
 
 class AllReduce:
-    """Run a two-shot all-reduce: the constructor starts the first shot. Every rank gets the same bytes, with a relative
-    error of about 0.037 (two roundings to E4M3).
+    """Average in a two-shot all-reduce: the constructor starts the first shot. Every rank gets the same bytes, with a
+    relative error of about 0.037 (two roundings to E4M3).
 
     Collectives of a process group must start in the same order on every rank. So the caller starts the second shot:
     call `start_second_shot` at the same place on every rank.
@@ -58,7 +58,6 @@ class AllReduce:
         values: FP32, bf16 or fp16, of the same size on every rank; or parts of a message on one device, read in place.
             They may be changed afterwards.
         group: the ranks (default: all).
-        mean: divide the sum by the number of ranks.
         rounded: round every contribution once, also the shard owner's, so that the result does not depend on the
             owner.
     """
@@ -67,13 +66,11 @@ class AllReduce:
         self,
         values: torch.Tensor | Sequence[Part],
         group: dist.ProcessGroup | None = None,
-        mean: bool = True,
         rounded: bool = False,
     ):
         parts = [Part(values.detach().reshape(-1), 0)] if isinstance(values, torch.Tensor) else values
         self.group, self.numel = group, parts[-1].start + parts[-1].values.numel()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.divisor = self.size if mean else 1
         self.device = parts[0].values.device
         self.first_shot: _Pending | None = None
         self.second_shot: _Pending | None = None
@@ -87,7 +84,7 @@ class AllReduce:
         """Wait for the first shot, sum this rank's shard in FP32 and send the sum to all ranks. Idempotent."""
         if self.second_shot is not None or not self.numel:
             return
-        message = wire.reduce(self.first_shot.wait(), self.own, self.rank, self.divisor)
+        message = wire.reduce(self.first_shot.wait(), self.own, self.rank, self.size)
         self.first_shot = self.own = None
         gathered = message.new_empty(self.size, message.shape[1])
         work = all_gather(gathered, message, group=self.group, async_op=True)
@@ -112,12 +109,11 @@ class AllReduce:
 def reduce_scatter(
     rows: torch.Tensor,
     group: dist.ProcessGroup | None = None,
-    mean: bool = False,
     out: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return the sum (or mean) of all contributions to this rank, times `factor`, [columns]. Contributions travel in
-    E4M3; the sum is FP32 and not rounded to E4M3 again.
+    """Return the sum of all contributions to this rank, times `factor`, [columns]. Contributions travel in E4M3; the
+    FP32 sum is not rounded to E4M3 again.
 
     Args:
         rows: [ranks, columns]; row r is this rank's contribution to rank r.
@@ -134,7 +130,7 @@ def reduce_scatter(
         parts = [Part(row, index * travel) for index, row in enumerate(rows.contiguous().unbind(0))]
         sent, own = wire.pack(parts, size, travel, rank)
     received = _all_to_all(sent, group).wait()
-    return wire.reduce_values(received, own[:columns], rank, out, size if mean else 1, factor)
+    return wire.reduce_values(received, own[:columns], rank, out, 1, factor)
 
 
 class _Pending(NamedTuple):
