@@ -166,33 +166,5 @@ def simulated_mean(all_of: list[torch.Tensor]) -> torch.Tensor:
     return values_of(encode(torch.stack(shards))).reshape(-1)[:numel]
 
 
-def check_bytes_that_a_rank_sends():
-    """Counted where they are handed over: what goes to the other ranks, scales included."""
-    size, numel = dist.get_world_size(), 2**20
-    sent = []
-
-    def counted(original, share):
-        def call(output, given, *args, **kwargs):
-            sent.append(given.numel() * given.element_size() * share)
-            return original(output, given, *args, **kwargs)
-
-        return call
-
-    names = {"all_to_all_single": (size - 1) / size, "all_gather_single": size - 1, "all_gather_into_tensor": size - 1}
-    before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    try:
-        for name, original in before.items():
-            setattr(dist, name, counted(original, names[name]))
-        all_reduce(torch.ones(numel))
-    finally:
-        for name, original in before.items():
-            setattr(dist, name, original)
-    ring = 2 * (size - 1) / size * numel  # elements that a rank sends in a ring all-reduce
-    figures = {"of FP32": sum(sent) / (ring * 4), "of bf16": sum(sent) / (ring * 2)} if size > 1 else {}
-    assert not figures or (figures["of FP32"] <= 0.26 and figures["of bf16"] <= 0.51), figures
-    assert len(sent) == 2
-    return figures
-
-
 if __name__ == "__main__":
     ranks.main(globals())
