@@ -44,7 +44,7 @@ def on_all_ranks(value) -> list:
 
 
 def kinds(optimizer) -> list[tuple[int, str]]:
-    return [(fault.step, fault.kind) for fault in fp8_backends.training.watching.guard.faults(optimizer)]
+    return [(fault.step, fault.kind) for fault in guard.faults(optimizer)]
 
 
 def check_what_one_rank_clips_all_ranks_leave_out():
@@ -64,7 +64,7 @@ def check_a_bit_of_a_stored_weight_or_of_a_scale_is_named():
         weight = model.module[2].weight
         weight._data.view(torch.int16)[0, 3] ^= 1
     step(model, optimizer)
-    (fault,) = fp8_backends.training.watching.guard.faults(optimizer)
+    (fault,) = guard.faults(optimizer)
     assert (fault.step, fault.kind, fault.where) == (2, "apart", ("2.weight",)), fault
     assert fault.figures == "rank 1 holds other values than the first"
 
@@ -86,7 +86,7 @@ def check_fsdp2_adds_up_what_the_shards_show():
         model, optimizer = training(backend, shard=True)
         for _ in range(3):
             step(model, optimizer)
-        assert kinds(optimizer) == [], fp8_backends.training.watching.guard.faults(optimizer)
+        assert kinds(optimizer) == [], guard.faults(optimizer)
         before = [local_part(p).detach().clone() for p in model.parameters()]
         spoiled = batch()
         if dist.get_rank() == 1:
@@ -95,7 +95,7 @@ def check_fsdp2_adds_up_what_the_shards_show():
         assert all(torch.equal(a, local_part(b)) for a, b in zip(before, model.parameters(), strict=True))
         (found,) = {tuple(each) for each in on_all_ranks(kinds(optimizer))}
         assert found == ((4, "gradient"),)
-        assert fp8_backends.training.watching.guard.faults(optimizer)[0].where[0] == "4.bias"
+        assert guard.faults(optimizer)[0].where[0] == "4.bias"
         step(model, optimizer)
         assert kinds(optimizer) == [(4, "gradient")]
 
