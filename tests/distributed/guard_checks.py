@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
+from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.training.watching import guard
@@ -112,12 +114,11 @@ def check_a_parameter_of_one_rank_that_is_not_finite_stops_all_ranks():
             layer, _, name = place.partition(".")
             weight = local_part(getattr((model if shard else model.module)[int(layer)], name).detach())
             (weight._scale_inv if isinstance(weight, ScaledTensor) else weight).fill_(float("nan"))
-        try:
+        with pytest.raises(
+            FP8BackendError, match=f"step 2: parameter in {place}: an inf or a NaN in 1 tensor"
+        ) as error:
             step(model, optimizer)
-            message = ""
-        except fp8_backends.FP8BackendError as error:
-            message = str(error)
-        assert f"step 2: parameter in {place}: an inf or a NaN in 1 tensor" in message, (backend, message)
+        message = str(error.value)
         assert set(on_all_ranks(message)) == {message}
 
 

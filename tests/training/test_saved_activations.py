@@ -268,14 +268,6 @@ def test_a_graph_that_nobody_runs_backward_through_is_freed():
     assert results[0]() is None
 
 
-def test_code_that_was_made_by_a_program_runs():
-    """Functions of `torch.fx` have globals without a module's name."""
-    model = nn.Sequential(torch.fx.symbolic_trace(Gated()), nn.Linear(WIDTH, WIDTH))
-    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
-    model(rows()).sum().backward()
-    assert saved_bytes(model).tensors > 0
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_is_not_packed(reentrant):
     off, on = prepared(value="off"), prepared()

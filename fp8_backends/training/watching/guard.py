@@ -48,7 +48,6 @@ OPERANDS = ("input", "weight", "output's gradient")
 """Names of the rows of a scaling state."""
 
 REMEMBERED = 1000
-"""Faults remembered by a guard, the latest."""
 COMPARED_EVERY = 100
 """Steps between two comparisons of the ranks' replicas."""
 LEFT_OUT_AT_MOST = 50
@@ -57,7 +56,6 @@ FROZEN = 16
 """Optimizer steps after which a history that records and does not roll counts as stuck."""
 
 LOSSES = 100
-"""Losses in the window."""
 WARM_UP = 50
 """Losses needed to judge the next one: fewer say little of their spread."""
 SPREADS = 10.0
@@ -176,29 +174,26 @@ class Guard:
         self.step = 0
         """Calls of `optimizer.step` in this process."""
         self.skipped = 0
-        """Calls whose step was skipped."""
         self.found: deque[Fault] = deque(maxlen=REMEMBERED)
         self.shares_losses = False
         """Other optimizers get the same losses, so a bad loss may be theirs."""
         self._models: list[weakref.ref[nn.Module]] = []
         self._save: Save = lambda step: None
-        self._logged: set[str] = set()
-        """Kinds of faults in the log."""
+        self._logged_kinds: set[str] = set()
         self._window, self._scaling = LossWindow(), ScalingLooks()
         self._losses: torch.Tensor | None = None
         """FP32 [3], since the last step: sum of the finite losses, number of finite and of non-finite losses."""
         self._after_backward: torch.Tensor | None = None
-        """`spoiled` after the last backward."""
+        """`spoiled`, before clipping."""
         self._backwards = 0
         """Backward passes shared by all ranks, up to the last step."""
         self._late: tuple[Look, torch.cuda.Event] | None = None
         """On a GPU, the look before the last step, on its way to the host."""
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters and their gradients, during a skipped step."""
-        self._together = 0
-        """Steps made by all ranks together: they compare their replicas at the same ones."""
-        self._left_out = 0
-        """Skipped steps in a row."""
+        self._steps_together = 0
+        """Equal on all ranks, which compare their replicas at the same ones."""
+        self._skipped_in_a_row = 0
         self._was_not_finite = False
         """The last look showed a non-finite loss or gradient."""
         self._statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -216,7 +211,7 @@ class Guard:
     def _live_models(self) -> list[nn.Module]:
         """Return the models, each in its DDP wrapper."""
         models = [model for reference in self._models if (model := reference()) is not None]
-        return list({id(model): model for model in map(_wrapped, models)}.values())
+        return list({id(model): model for model in map(_in_ddp, models)}.values())
 
     def _roots(self) -> Roots:
         roots = {id(root): (root, prepared) for m in self._live_models() for _, root, prepared in prepared_roots(m)}
@@ -254,10 +249,10 @@ class Guard:
                 look, arrived = late
                 arrived.synchronize()
         found = [] if look is None else self._faults_in(look, optimizer, groups)
-        self._together += 1
-        if groups and self._together % COMPARED_EVERY == 0:
+        self._steps_together += 1
+        if groups and self._steps_together % COMPARED_EVERY == 0:
             found += self._replicas_apart(groups)
-        self._left_out = self._left_out if found else 0
+        self._skipped_in_a_row = self._skipped_in_a_row if found else 0
         if found:
             self._act(found, look, optimizer)
         else:
@@ -337,15 +332,18 @@ class Guard:
         """Return the names of parameters, buffers and optimizer states with an inf or a NaN on any rank, in the order
         of the model. Buffers and frozen parameters may hold an inf, as masks do."""
         trained = {id(p): p for p in parameters_of(optimizer)}
+        states = {
+            id(p): [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
+            for p in trained.values()
+        }
         held: list[tuple[str, list[torch.Tensor], bool]] = []
         for model in self._live_models():
             for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 name, trains = plain_name(full_name).removeprefix("module."), trained.pop(id(tensor), None) is not None
                 held.append((name, [tensor], trains))
                 if trains:
-                    held.append((name + OF_STATE, _states_of(optimizer, tensor), True))
-        for tensor in trained.values():
-            held.append((FOREIGN, [tensor, *_states_of(optimizer, tensor)], True))
+                    held.append((name + OF_STATE, states[id(tensor)], True))
+        held += [(FOREIGN, [tensor, *states[id(tensor)]], True) for tensor in trained.values()]
         largest = _largest_of([tensors for _, tensors, _ in held], parameters_of(optimizer)[0].device)
         trains = torch.tensor([trains for *_, trains in held], device=largest.device)
         at = replicas.sum_over((torch.isnan(largest) | trains & torch.isinf(largest)).float(), groups)
@@ -383,8 +381,8 @@ class Guard:
         if STUCK in kinds:  # nor a stuck state
             done += f", {counted(_renew(self._roots(), look.stuck), 'scaling state')} began anew"
         self._note(found, done)
-        self._left_out += 1
-        if self._left_out > LEFT_OUT_AT_MOST:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > LEFT_OUT_AT_MOST:
             raise FP8BackendError(
                 f"guard: {self.found[-1]}. {LEFT_OUT_AT_MOST} steps in a row were left out before "
                 "it, so the fault stays: look at the data and the learning rate, or resume from an earlier checkpoint"
@@ -407,12 +405,12 @@ class Guard:
         """Remember faults, and log the first of each kind."""
         for fault in (fault._replace(done=done) for fault in found):
             self.found.append(fault)
-            if fault.kind not in self._logged and (on_every_rank or is_main_process()):
+            if fault.kind not in self._logged_kinds and (on_every_rank or is_main_process()):
                 logger.warning(
                     "guard: %s. Later ones of this kind are in fp8_backends.training.watching.guard.faults(optimizer)",
                     fault,
                 )
-            self._logged.add(fault.kind)
+            self._logged_kinds.add(fault.kind)
 
     def _stop(self, found: list[Fault], saved: str | None) -> None:
         """Raise `FP8BackendError` before the step changes anything."""
@@ -448,7 +446,7 @@ class Guard:
             p.grad = gradient
 
     def _keep_statistics(self) -> None:
-        """Keep the running statistics of norm layers: forward changes them before the guard can judge it."""
+        """Keep the running statistics of norm layers: forward changes them before the guard's look."""
         models = self._live_models() if self.recipe.guard in ("skip", "stop") else []
         norms = [module for model in models for module in model.modules() if isinstance(module, _NormBase)]
         self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
@@ -458,11 +456,7 @@ class Guard:
             buffer.copy_(kept)
 
 
-def _states_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tensor]:
-    return [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
-
-
-def _wrapped(model: nn.Module) -> nn.Module:
+def _in_ddp(model: nn.Module) -> nn.Module:
     wrappers = [prepared.observed.wrapper for _, _, prepared in prepared_roots(model)]
     return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
 
