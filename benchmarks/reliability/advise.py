@@ -196,7 +196,7 @@ class Unlike:
 def measure(case: Case, source: LanguageModel | Unlike) -> dict:
     """Ask for advice, and note what it gave."""
     import fp8_backends
-    from fp8_backends.training.gradient_gap import GradientGap
+    from fp8_backends.training.advice import GradientGap
 
     model, data = source.arguments(case)
     loss = data.get("loss")

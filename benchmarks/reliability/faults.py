@@ -36,7 +36,7 @@ import fp8_backends  # noqa: E402
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
 from fp8_backends.numerics.scaling import HISTORY, INPUT, SCALE  # noqa: E402
 from fp8_backends.training.watching import guard  # noqa: E402
-from fp8_backends.training.watching.looks import FROZEN  # noqa: E402
+from fp8_backends.training.watching.guard import FROZEN  # noqa: E402
 
 BACKENDS = ("native:delayed", "msamp:O2", "msamp:O3", "ao:tensorwise")
 ACTIONS = ("warn", "skip", "stop")

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..announcement import announce, is_main_process
-from ..comm import ignore_list
+from ..comm.ddp import leaves_nothing
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
@@ -196,8 +196,8 @@ class FP8Mixin(_RunTimeClass):
                     model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
                 else:
                     model.forward = convert_outputs_to_fp32(autocast(forward))
-            if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
-                raise rules.error("ddp_nothing_left", _setup_of(self))
+            if self._wraps_in_ddp and not evaluation_mode and leaves_nothing(model):
+                raise rules.refusal("ddp_nothing_left", _setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:
             preparation.connect_ranks(model, self.fp8_recipe)
@@ -256,7 +256,7 @@ class FP8Mixin(_RunTimeClass):
         if is_new:
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
-                raise rules.error("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
+                raise rules.refusal("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
         self._watch_optimizers()
         return optimizer
 
@@ -532,7 +532,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _refuse_clipping(self, bound: float) -> None:
         if self.fp8_recipe.gradient_release:
-            raise rules.error("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
+            raise rules.refusal("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""

@@ -29,8 +29,8 @@ from .terminal import Progress, paragraphs, table
 
 _DESCRIPTION = """\
 Measures how far a recipe turns the gradients of a model from those of FP32, and tries changes from mild to strong until
-one halves that gap: single layers in high precision, another scaling, both. Prints every trial, and the advised recipe
-to paste. Nothing is fetched and nothing is written."""
+one halves that gap: single layers in high precision, or another scaling. Prints every trial, and the advised recipe to
+paste. Nothing is fetched and nothing is written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

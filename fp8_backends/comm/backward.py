@@ -1,16 +1,14 @@
-"""When a backward pass whose gradients travel between ranks begins and ends, and the scaling states that ranks agree on
-at its end.
+"""Detect begin and end of backward passes with a reduction, and agree on scaling states at their end.
 
-DDP and FSDP2 decide in forward what travels: what `no_sync` or `set_requires_gradient_sync` say there holds for its
-backward. `BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, so that it notices the pass as
-soon as their first gradient is there, and lets autograd's engine call back when the pass is over: on every rank, also
-where no weight of interest got a gradient.
+DDP and FSDP2 decide about a reduction in forward: `no_sync` or `set_requires_gradient_sync` hold for its backward.
+`BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, to notice the first gradient, and queues a
+callback of autograd's engine for the end of the pass: on every rank, even if no relevant weight got a gradient.
 
-Scaling states of a stateful rule (delayed, window) are made equal on all ranks then. Each rank records the amax values
-of its own data. If its scales followed from these alone, the same weight would be multiplied in different codes on
-different ranks. So one all-reduce takes the largest of every amax in the history and of the counters, and the smallest
-of every scale, which belongs to the largest amax. A NaN counts as inf: MAX does not see it. The whole state travels and
-not the newest amax alone: microbatches that did not travel may have rolled it differently.
+The agreement makes scaling states of a stateful rule (delayed, window) equal on all ranks. Each rank records the amaxes
+of its own data; with scales from these alone, ranks would cast the same weight to different codes. One all-reduce takes
+the maximum of every amax in the history and of the counters, and the minimum of every scale, as belongs to the largest
+amax. A NaN counts as inf: MAX does not see it. The whole state travels, not only the newest amax: microbatches without
+a reduction may have rolled it differently.
 """
 
 from __future__ import annotations
@@ -30,48 +28,44 @@ from ..numerics.scaling import ROLLS, SCALE
 from ..numerics.sharded_tensor import agreed_over, is_distributed
 
 States = Callable[[], list[torch.Tensor]]
-"""Returns the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
+"""Return the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
 
 
 class Collective(Protocol):
-    """What the ranks do together in such a backward pass: the same collectives, in the same order, on all ranks."""
+    """Joint work of the ranks in such a backward pass: the same collectives, in the same order, on all ranks."""
 
     def finish(self, contributes: bool = True) -> None:
-        """End it, at the end of the pass. `contributes=False`: on a rank that has run out of inputs."""
+        """Complete the work at the end of the pass. `contributes=False`: on a rank without inputs."""
 
     def reset(self) -> None:
-        """Forget what is in flight: the pass failed before its end."""
+        """Forget work in flight: the pass failed."""
 
 
 class BackwardPass(TemporaryHook):
-    """Forward hook of a wrapped model. When a backward pass whose gradients travel ends, its collectives finish.
+    """Finish collectives at the end of each backward pass with a reduction: a forward hook of a wrapped model.
 
     Args:
-        travels: says of the module whether the gradients of the forward that has just run will travel.
+        travels: return True if the gradients of the module's latest forward will be reduced.
     """
 
     def __init__(self, travels: Callable[[nn.Module], bool]) -> None:
         self.travels = travels
         self.collectives: list[Collective] = []
-        """In the order in which they finish."""
-        self.expected = False
-        """Whether the gradients of the last forward travel."""
-        self.stayed: Callable[[], nn.Module | None] = _nowhere
-        """The module whose last forward said that its gradients stay at home."""
-        self.running = False
-        # not a decorator, since importing the compiler takes a second
+        """In order of their ends."""
+        self._forget_pass()
+        # not a decorator: importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
 
     @classmethod
     def find(cls, module: nn.Module) -> BackwardPass | None:
-        """The one that is installed on a module."""
+        """Return the hook of a module, if any."""
         return next((hook for hook in module._forward_hooks.values() if isinstance(hook, cls)), None)
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._after_forward(self, module, output)
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Note, from inside it, that the pass has begun. Repeating it does nothing."""
+        """Note the beginning of a pass, from inside it. Idempotent."""
         if not self.running:
             call_when_backward_ends(self._end)
             self.running = True
@@ -82,7 +76,7 @@ class BackwardPass(TemporaryHook):
 
     @property
     def triggered(self) -> bool:
-        """Whether gradients travel although the last forward said that they would not."""
+        """True if gradients are reduced contrary to the latest forward."""
         return False
 
     def _end(self) -> None:
@@ -92,22 +86,29 @@ class BackwardPass(TemporaryHook):
         except BaseException:
             self.reset()
             raise
-        self.running, self.expected, self.stayed = False, False, _nowhere
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self.running = False
+        self.expected = False
+        """The gradients of the latest forward are reduced."""
+        self.stayed: Callable[[], nn.Module | None] = _nowhere
+        """The module, if the gradients of its latest forward are not reduced."""
 
     def reset(self) -> None:
-        """Forget a backward pass that raised before its end."""
-        self.running, self.expected, self.stayed = False, False, _nowhere
+        """Forget a failed backward pass."""
+        self._forget_pass()
         for collective in self.collectives:
             collective.reset()
 
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
-    """Hook the outputs of a forward whose gradients will travel. This is no method: the object keeps the wrapped
-    function, and the function must not keep the object."""
+    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, and the function must not
+    keep the object."""
     if not torch.is_grad_enabled():
         return
     if backward.running and not inside_backward():
-        backward.reset()  # this forward runs outside any backward, so the last backward did not reach its end
+        backward.reset()  # outside any backward, so the last one failed
     backward.expected = backward.travels(module)
     backward.stayed = _nowhere if backward.expected else weakref.ref(module)
     for tensor in _tensors(output):
@@ -120,7 +121,7 @@ def _nowhere() -> None:
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a forward's output, in the containers that DDP looks into."""
+    """Yield the tensors of a forward's output, in the containers known to DDP."""
     members = ()
     if isinstance(output, torch.Tensor):
         yield output
@@ -138,7 +139,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Agreement:
-    """The `Collective` that agrees on scaling states, in one group of ranks after the other."""
+    """Agree on scaling states in one group of ranks after the other: a `Collective`."""
 
     def __init__(self, states: States, groups: Sequence[dist.ProcessGroup]) -> None:
         self.states, self.groups = states, groups
@@ -157,28 +158,27 @@ def agree_after_backward(
     groups: Sequence[dist.ProcessGroup],
     travels: Callable[[nn.Module], bool] = lambda module: True,
 ) -> None:
-    """Agree on `states` after each backward pass of `module` for which `travels(module)` held in forward.
+    """Agree on `states` after each backward pass of `module` if `travels(module)` held in its forward. Idempotent.
 
-    Idempotent. Ranks that call it have parts of one model; `groups` are used by nothing else at that time. Several, as
-    a mesh has them, reach together all ranks of the model; None is all processes.
+    Ranks that call it have parts of one model; `groups` are unused at that time. The groups of a mesh together reach
+    all ranks of the model; None is all processes.
     """
     backward = BackwardPass.find(module)
     if backward is None:
         backward = BackwardPass(travels)
         module.register_forward_hook(backward)
-    agreement = next((each for each in backward.collectives if isinstance(each, Agreement)), None)
+    agreement = next((one for one in backward.collectives if isinstance(one, Agreement)), None)
     if agreement is None:
         backward.collectives.append(Agreement(states, groups))
     else:
-        agreement.groups = groups  # FSDP2 has sharded what ranks shared by tensor parallelism before
+        agreement.groups = groups  # FSDP2 may have sharded a tensor-parallel model since
 
 
 def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups in which, one after another, a collective reaches all ranks that share this model's parameters, by
-    FSDP2, tensor parallelism or both; none where no parameter is shared."""
-    mesh = max(
-        (p.device_mesh for p in model.parameters() if is_distributed(p)), key=lambda each: each.size(), default=None
-    )
+    """Return the groups in which, one after another, a collective reaches all ranks of this model's DTensors (FSDP2,
+    tensor parallelism or both); none without DTensors."""
+    meshes = (p.device_mesh for p in model.parameters() if is_distributed(p))
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:
         return []
     if mesh.size() == dist.get_world_size():
@@ -194,10 +194,9 @@ def agree_on_scaling(
     scales.
 
     Args:
-        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank. Those with
-            histories of one length take a few launches together.
+        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank.
         group: the ranks (default: all).
-        contributes: False: this rank takes over what the others agree on.
+        contributes: False: this rank copies the agreement of the others.
     """
     if not states:
         return
@@ -217,7 +216,7 @@ def agree_on_scaling(
 
 
 def _message(state: torch.Tensor) -> torch.Tensor:
-    """FP32 numbers in the state's shape, whose maximum over the ranks is what they agree on."""
+    """Convert a state to FP32 numbers of its shape for an agreement by maximum."""
     message = state.view(torch.float32).clone()
     message.select(-1, SCALE).neg_()
     message.select(-1, ROLLS).copy_(state.select(-1, ROLLS))  # as a number: exact up to 2**24

@@ -1,19 +1,20 @@
-"""Gradients under `DistributedDataParallel`: what DDP does not do for FP8.
+"""Train FP8 models under `DistributedDataParallel`.
 
-    level O1 to O4   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
-                     gradients to the other ranks, and DDP takes those of all other parameters
-    level O0         DDP takes all gradients; with gradient_comm="fp8" a communication hook lets them travel by the
-                     two-shot all-reduce
-    stateful rules   the ranks agree on scaling states after each backward pass whose gradients travel
+    level O1 to O4   weights in scaled precision are on DDP's ignore list (`ignore`); `reducer.GradientReducer` reduces
+                     their gradients, and DDP those of all other parameters
+    level O0         DDP reduces all gradients; with gradient_comm="fp8" by a communication hook, in a two-shot
+                     all-reduce
+    O3 and O4        each rank owns the optimizer states of some weights (`SharedOut`), as in ZeRO-1
+    stateful rules   the ranks agree on scaling states after each backward pass with a reduction
 
-All of it happens in one process group of its own: collectives of a group must start in the same order on all ranks, and
-the order of DDP's depends on when gradients arrive.
+All of it has a process group of its own: collectives of a group must start in the same order on all ranks, and the
+order of DDP's depends on the arrival of gradients.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
-from ..numerics.scaled_tensor import ScaledTensor, stored_parts
+from ..numerics.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
-from .zero import SharedOut
+from .two_shot import all_gather
 
 ATTRIBUTES = (
     "parameters_to_ignore",
@@ -40,7 +41,7 @@ ATTRIBUTES = (
     "require_forward_param_sync",
     "_match_all_reduce_for_bwd_pass",
 )
-"""What this file reads or extends of DDP."""
+"""Attributes of DDP used here."""
 
 HOOK_AT_A_LEVEL = (
     "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O4): these travel "
@@ -50,24 +51,29 @@ HOOK_AT_A_LEVEL = (
 )
 """Reason and fix."""
 
+IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module with the names ignored by DDP."""
+MESSAGE = 2**24
+"""Bytes sent by a rank in one all-gather of weights, at most; each rank receives as many from every other."""
+
 Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
-"""Gives a weight the one hook that sees its complete gradient, in the place of the one that it had."""
+"""Replace the hook for the complete gradient of a weight."""
 
 
 def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scaling_states: States = list) -> None:
-    """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; it is called again after
-    `requires_grad` of a weight has changed.
+    """Connect the gradients of an FP8 model under DDP, on every rank. Idempotent; call it again after a change of
+    `requires_grad`.
 
-    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it reduces.
+    The first call copies scaled weights and scaling states from rank 0, as DDP does with its parameters.
 
     Args:
-        gradient_comm: "fp8" or "plain" (FP32), for scaled weights; for a model without any, "fp8" gives DDP a
+        gradient_comm: "fp8" or "plain" (FP32), for scaled weights; in a model without any, "fp8" gives DDP a
             communication hook and "plain" leaves it alone.
-        scaling_states: the live states of stateful scaling rules.
+        scaling_states: returns the live states of stateful scaling rules.
 
     Raises:
-        FP8BackendError: DDP was made before the weights were stored in scaled precision, it has another
-            communication hook, or this version of torch has another DDP.
+        FP8BackendError: DDP was made before the weights were stored in scaled precision, it has another communication
+            hook, or this version of torch has a different DDP.
     """
     _check(ddp)
     weights = dict(_scaled_weights(ddp))
@@ -77,8 +83,8 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection = Connection.find(ddp)
     if connection is None:
         connection = _install(ddp)
-        codes = [part for each in weights.values() if isinstance(each, BlockCodes) for part in each.parts]
-        scaled = [each for each in weights.values() if isinstance(each, ScaledTensor)]
+        codes = [part for weight in weights.values() if isinstance(weight, BlockCodes) for part in weight.parts]
+        scaled = [weight for weight in weights.values() if isinstance(weight, ScaledTensor)]
         connection.make_equal([*scaled, *codes, *scaling_states()], source=0)
     if by_hook:
         _register_hook(ddp, connection)
@@ -89,9 +95,9 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
-    """Tell each connected DDP whose scaled weights this optimizer trains about it. Repeating it does nothing.
+    """Register an optimizer with the connected DDP of each of its scaled weights. Idempotent.
 
-    With uneven inputs, a rank that has run out of them makes no steps, and takes over the others' states in the end.
+    With uneven inputs, a rank without inputs makes no steps, and copies the states of the others in the end.
     """
     for weight in (p for group in optimizer.param_groups for p in group["params"]):
         if (connection := connection_of(weight)) is not None:
@@ -99,33 +105,33 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
 
 
 class DDPBackward(BackwardPass):
-    """The backward passes of one DDP whose gradients travel."""
+    """Backward passes of one DDP with a reduction."""
 
     def __init__(self) -> None:
         super().__init__(_travels)
 
     @property
     def triggered(self) -> bool:
-        """Whether DDP itself reduces after a forward under `no_sync`: both flags are up then, as Accelerate's
-        `trigger_sync_in_backward` leaves them. A forward under `no_sync` takes the second down."""
+        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's `trigger_sync_in_backward` sets both
+        flags; a forward under `no_sync` clears the second."""
         ddp = self.stayed()
         return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
 
 
 class Connection(DDPBackward):
-    """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
+    """Connect one DDP: a forward hook with the process group of all FP8 traffic."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.reducer: GradientReducer | None = None
         self.owners: SharedOut | None = None
-        """Who owns optimizer states, masters and residuals, where each lies on one rank."""
+        """Owners of optimizer states, masters and residuals, if sharded."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers that train the scaled weights."""
+        """Optimizers of the scaled weights."""
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
-        """Take the gradients of those of these weights that train, from now on."""
+        """Reduce the gradients of the trainable weights from now on."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained or (self.reducer is not None and self.reducer.serves(trained, comm)):
             return
@@ -138,20 +144,19 @@ class Connection(DDPBackward):
 
     @torch.no_grad()
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
-        """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
+        """Copy the storage of these tensors from rank `source` of the group to all its ranks."""
         for tensor in tensors:
             if isinstance(tensor, ScaledTensor):
                 tensor.settle()
-            is_whole = not getattr(tensor, "shared_out", False)  # else ranks differ in what they have of it
+            is_whole = not getattr(tensor, "shared_out", False)  # otherwise one rank alone has the master or residual
             for stored in stored_parts(tensor, exact=is_whole):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
-        """Copy the optimizers' states from rank `source` of the group to all its ranks, as they are stored; learning
-        rates stay."""
+        """Copy the stored optimizer states from rank `source` of the group to all its ranks; learning rates stay."""
         is_source = dist.get_rank(self.group) == source
         for optimizer in self.optimizers:
-            stored = torch.optim.Optimizer.state_dict(optimizer)  # that of a level's own optimizer has plain values
+            stored = torch.optim.Optimizer.state_dict(optimizer)  # a level's own state dict has plain values
             message = [stored["state"] if is_source else None]
             dist.broadcast_object_list(message, dist.get_global_rank(self.group, source), group=self.group)
             if not is_source:
@@ -163,8 +168,8 @@ class Connection(DDPBackward):
             self.owners.at_home = False
 
     def joined_state(self) -> list[torch.Tensor]:
-        """What a rank that has run out of inputs no longer changes."""
-        agreements = [each for each in self.collectives if isinstance(each, Agreement)]
+        """Return the tensors a rank without inputs no longer changes."""
+        agreements = [collective for collective in self.collectives if isinstance(collective, Agreement)]
         weights = self.reducer.parameters if self.reducer else ()
         return [*weights, *(state for agreement in agreements for state in agreement.states())]
 
@@ -177,12 +182,12 @@ class GradientArrives:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients travel: they do as long as the DDP lives."""
+        """True as long as the DDP lives."""
         return self.connection() is not None
 
     @property
     def travels(self) -> bool:
-        """Whether the gradients of the backward pass that is running travel."""
+        """True if the running backward pass reduces gradients."""
         connection = self.connection()
         return connection is not None and (connection.running or connection.expected or connection.triggered)
 
@@ -196,7 +201,7 @@ class GradientArrives:
         if connection is not None and connection.owners is not None:
             connection.owners.at_home = True
         if not isinstance(weight.grad, ScaledTensor):
-            # a microbatch whose gradient does not travel stays in FP32 until the last one is there: one rounding
+            # without a reduction, the gradient stays in FP32 until the last microbatch: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)
 
@@ -205,7 +210,7 @@ class GradientArrives:
 
 
 def connection_of(weight: torch.Tensor) -> Connection | None:
-    """The connection of the DDP that takes the gradients of this weight to other ranks."""
+    """Return the connection of the DDP for the gradients of this weight, if any."""
     hooks = (weight._post_accumulate_grad_hooks or {}).values()
     return next((hook.connection() for hook in hooks if isinstance(hook, GradientArrives)), None)
 
@@ -226,8 +231,8 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, weight) of each weight in scaled precision, and codes of a checkpoint. Raises for one that DDP does not
-    ignore."""
+    """Yield (name, weight) of weights in scaled precision and codes of a checkpoint. Raises if DDP does not ignore
+    one."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
         if isinstance(parameter, (ScaledTensor, BlockCodes)):
@@ -255,7 +260,7 @@ def _install(ddp: DistributedDataParallel) -> Connection:
 
 
 def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """A new group of DDP's ranks, with its backend and its time limit."""
+    """Create a new group of DDP's ranks, with its backend and timeout."""
     ranks = dist.get_process_group_ranks(ddp.process_group)
     try:
         timeout = ddp.process_group._get_backend(ddp.device).options._timeout
@@ -274,12 +279,9 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
     sent = tensor.contiguous()
     message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
     dist.broadcast(message, dist.get_global_rank(group, source), group=group)
-    torch.autograd.graph.increment_version([tensor])  # a collective does not: what is known of the tensor ends here
+    torch.autograd.graph.increment_version([tensor])  # not done by a collective; invalidates caches
     if sent is not tensor:
         tensor.copy_(sent)
-
-
-# Level O0
 
 
 def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
@@ -304,18 +306,18 @@ def _refuse_hooks(hooks: Iterable[Callable]) -> NoReturn:
 
 
 class _Connected:
-    """What differs in a connected DDP: it takes no communication hook beside weights in scaled precision, and has
-    the methods that `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
+    """Extend a connected DDP: refuse communication hooks besides weights in scaled precision, and join FP8 collectives
+    on a rank without inputs (`torch.distributed.algorithms.Join`)."""
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
-        """Do what DDP does. Raises `FP8BackendError` where a level's gradients would go round the hook."""
+        """Register as DDP does. Raises `FP8BackendError` if a level's gradients would bypass the hook."""
         connection = Connection.find(self)
         if connection is not None and connection.reducer is not None:
             _refuse_hooks([hook])
         super().register_comm_hook(state, hook)
 
     def join_hook(self, **kwargs) -> JoinHook:
-        """Make DDP's hook. Raises `FP8BackendError` where FP8 traffic does not go with uneven inputs."""
+        """Return DDP's hook, extended. Raises `FP8BackendError` if FP8 traffic does not support uneven inputs."""
         stock, connection = super().join_hook(**kwargs), Connection.find(self)
         if connection is None:
             return stock
@@ -333,10 +335,9 @@ class _Connected:
         return _Join(self, stock, connection)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """Take part in the collectives of the others' backward pass, on a rank that has run out of inputs.
+        """Take part in the collectives of the others' backward pass, on a rank without inputs.
 
-        The others wait for buckets of the reducer while they run backward, and for DDP's when it ends: so DDP's come
-        later on this rank, too. What happens at the end of backward comes last.
+        The order is that of the others: buckets of the reducer during backward, DDP's at its end, then agreements.
         """
         connection = Connection.find(self)
         if connection is not None and connection.reducer is not None:
@@ -348,11 +349,11 @@ class _Connected:
 
 
 class ConnectedDDP(_Connected, DistributedDataParallel):
-    """A `DistributedDataParallel` that `connect` made carry FP8 gradients."""
+    """`DistributedDataParallel` with FP8 gradients, made by `connect`."""
 
 
 class _Join(JoinHook):
-    """DDP's own hook, and what a rank that has run out of inputs takes over from the others in the end."""
+    """Run DDP's own hook, then copy the tensors and states a rank without inputs has missed."""
 
     def __init__(self, ddp: DistributedDataParallel, stock: JoinHook, connection: Connection) -> None:
         self.ddp, self.stock, self.connection = ddp, stock, connection
@@ -365,3 +366,170 @@ class _Join(JoinHook):
         source = self.ddp._authoritative_rank
         self.connection.make_equal(self.connection.joined_state(), source)
         self.connection.make_states_equal(source)
+
+
+# DDP's ignore list
+
+
+class IgnoreList(dict):
+    """Names for DDP, as keys for its many look-ups."""
+
+    theirs: tuple[str, ...] = ()
+    """Names from elsewhere."""
+
+
+def ignore(module: nn.Module) -> None:
+    """Put weights in scaled precision on the ignore list of `module`, besides names from elsewhere.
+
+    Repeated calls renew the list: a weight that is plain again leaves it.
+    """
+    setter = getattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
+    if setter is None:
+        raise FP8BackendError(
+            f"torch {torch.__version__} has no DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, "
+            f"by which DDP leaves FP8 weights alone: use a version of torch that is tested"
+        )
+    theirs = _clear(module)
+    names = IgnoreList.fromkeys([*theirs, *scaled_names(module)])
+    names.theirs = theirs
+    if names:
+        setter(module, names)
+
+
+def forget(module: nn.Module) -> None:
+    """Undo `ignore`."""
+    if theirs := _clear(module):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(theirs))
+
+
+def _clear(module: nn.Module) -> tuple[str, ...]:
+    """Remove the list and its marks. Return the names from elsewhere."""
+    for parameter in module.parameters():
+        parameter.__dict__.pop("_ddp_ignored", None)
+    names = module.__dict__.pop(IGNORE_LIST, ())
+    return names.theirs if isinstance(names, IgnoreList) else tuple(names)
+
+
+def leaves_nothing(module: nn.Module) -> bool:
+    """Return True if DDP would refuse a module because all its trainable weights are on the ignore list."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return bool(trained) and all(isinstance(parameter, ScaledTensor) for parameter in trained)
+
+
+def scaled_names(module: nn.Module) -> Iterator[str]:
+    """Yield DDP's names of weights in scaled precision and codes of a checkpoint: those of `named_parameters`, those
+    behind `torch.compile`, and those joined by DDP's reducer from the names of a module and a parameter."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, (ScaledTensor, BlockCodes)):
+            yield from (name, f"_orig_mod.{name}")
+            if "." not in name:
+                yield f".{name}"
+
+
+# Optimizer states, masters and residuals on one rank each
+
+
+class SharedOut:
+    """Assign each weight's rest (`ScaledTensor.rest`) and optimizer states to one rank, as in ZeRO-1.
+
+    Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master (level O3) or
+    residual (O4) and their Adam states, and makes their steps; then the new E4M3 weights and their scales travel to all
+    ranks. A rank holds 2 + 5/N bytes an element at O3, 2 + 3/N at O4.
+
+    `states.sharding.Owners` describes the methods. All ranks create it, with the same weights in the same order. It
+    drops the rest of other ranks' weights at once.
+
+    Args:
+        weights: parameters with E4M3 data, equal on all ranks.
+        group: the ranks; used by nothing else while an optimizer steps.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.weights = list(weights)
+        self.at_home = False
+        """Gradients of this rank have not been reduced."""
+        load = [0] * dist.get_world_size(group)
+        self._owner: dict[int, int] = {}
+        for weight in sorted(self.weights, key=lambda weight: -weight.numel()):
+            owner = self._owner[id(weight)] = load.index(min(load))
+            load[owner] += weight.numel()
+        for weight in self.weights:
+            weight.settle()
+            weight.shared_out = True
+            self.drop(weight)
+
+    def owns(self, weight: torch.Tensor) -> bool:
+        return self._owner.get(id(weight), self.rank) == self.rank
+
+    def refuse_local_step(self, *_) -> None:
+        """Raise `FP8BackendError` before a step with gradients that were not reduced: the owner of a weight would step
+        with its own gradient only, and lose the others'. A step pre-hook."""
+        if self.at_home and any(weight.grad is not None for weight in self.weights):
+            raise FP8BackendError(
+                "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "
+                "each rank makes the steps of the weights that it owns (shard_states): prepare with "
+                "shard_states=False, where every rank makes all of them, or let the last backward before each step "
+                "synchronize"
+            )
+
+    def drop(self, weight: torch.Tensor) -> None:
+        if self.owns(weight):
+            return
+        storage = weight.elsewhere.storage if weight.rest is None else stored_parts(weight.rest)[0].dtype
+        weight.rest = None
+        weight.elsewhere = Elsewhere(dist.get_global_rank(self.group, self._owner[id(weight)]), storage)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        streams: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(self.group))]
+        for weight in self.weights:
+            if weight.requires_grad:
+                streams[self._owner[id(weight)]] += _bytes_of(weight.detach())
+        longest = max(sum(map(len, stream)) for stream in streams)
+        for start in range(0, longest, MESSAGE):
+            self._all_gather(streams, start, min(MESSAGE, longest - start))
+
+    def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.weights[0].device)
+        _copy([(sent[place], stored) for stored, place in _overlaps(streams[self.rank], start, length)])
+        received = sent.new_empty(len(streams) * length)
+        all_gather(received, sent, group=self.group)
+        _copy(
+            [
+                (stored, message[place])
+                for rank, message in enumerate(received.view(len(streams), length))
+                if rank != self.rank
+                for stored, place in _overlaps(streams[rank], start, length)
+            ]
+        )
+
+    @torch.no_grad()
+    def send_to_all(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        stored = [part for tensor in tensors for part in _bytes_of(tensor)]
+        message = torch.cat([part.to(weight.device) for part in stored])
+        dist.broadcast(message, dist.get_global_rank(self.group, self._owner[id(weight)]), group=self.group)
+        if not self.owns(weight):
+            for part, received in zip(stored, message.split([len(part) for part in stored]), strict=True):
+                part.copy_(received)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, in a few launches."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of a tensor's storage as uint8, [n] each."""
+    return [part.reshape(-1).view(torch.uint8) for part in stored_parts(tensor)]
+
+
+def _overlaps(stream: list[torch.Tensor], start: int, length: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield views of a stream's bytes from `start` on, and the place of each in a message of `length`."""
+    begin = 0
+    for stored in stream:
+        first, last = max(start, begin), min(start + length, begin + len(stored))
+        if first < last:
+            yield stored[first - begin : last - begin], slice(first - start, last - start)
+        begin += len(stored)

@@ -1,13 +1,12 @@
-"""FSDP2 with weights that travel as the FP8 codes that products read, by its extension points for a shard's tensor.
+"""Gather FSDP2 weights as the FP8 codes read by products, by FSDP2's extension points for the tensor of a shard.
 
-A shard is what it was, plain or a `ScaledTensor`, and so are the Parameter, optimizers, state dicts and loading. The
-tensor only gets the two functions by which FSDP2 asks what to gather and what to make of it (`WeightShard`). FSDP2 puts
-`GatheredCodes` in the place of the weight then.
+A shard stays plain or a `ScaledTensor`, and so do the Parameter, optimizers, state dicts and loading. The tensor only
+gets the two functions of FSDP2's protocol (`WeightShard`); FSDP2 then puts `GatheredCodes` in place of the weight.
 
-`Gathers` is a hook before each forward. The ranks agree there on the amaxes of all weights, by one all-reduce: the
-optimizer's step is not the only thing that changes weights, and an amax that is too small would clip. A layer that is
-about to run in high precision, as in evaluation, has its weight gathered as it is stored. FSDP2 knows one form of a
-gathered weight, with buffers of fixed sizes, so those of the other are put aside.
+`Gathers` is a hook before each forward. There the ranks agree on the amaxes of all weights, by one all-reduce: weights
+change outside of optimizer steps, too, and a small amax would clip. A layer about to run in high precision, as in
+evaluation, gathers its weight as stored. FSDP2 has one form of a gathered weight, with buffers of fixed sizes, so the
+buffers of the other form are put aside.
 """
 
 from __future__ import annotations
@@ -35,53 +34,52 @@ from .fsdp2 import fsdp_modules
 logger = logging.getLogger("fp8_backends")
 
 _GATHERS = "_fp8_gathers"
-"""Attribute of a connected FSDP2 module: the `Gathers` of all."""
+"""Attribute of a connected FSDP2 module: the `Gathers` shared by all."""
 _BUFFERS = ("all_gather_outputs", "_unsharded_param", "_unsharded_inner_tensors")
-"""What FSDP2 keeps of a weight in the form in which it gathers it."""
+"""FSDP2's buffers of a gathered weight."""
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its Parameters."""
 
 
 class Travelling(Protocol):
-    """The codes of one layer's weight, of which each rank has some rows: of a 3-D weight some experts."""
+    """Codes of one layer's weight. Each rank has some rows, or some experts of a 3-D weight."""
 
     wanted: bool
-    """Whether the layer's next forward reads codes, and nothing else of the weight."""
+    """The layer's next forward reads codes, and nothing else of the weight."""
     change_in_forward: bool
-    """Whether a weight that does not change may have other codes in the next forward."""
+    """A constant weight may have other codes in the next forward."""
     recomputed: bool
-    """Whether backward runs the layer's forward again."""
+    """Backward runs the layer's forward again."""
     products: tuple[str, ...]
-    """The products that have codes of their own: FPROP, whose codes serve dgrad too, or FPROP and DGRAD."""
+    """Products with codes of their own: FPROP, shared by dgrad, or FPROP and DGRAD."""
     agreed: dict[str, torch.Tensor]
-    """For each of `products` what the ranks have agreed on."""
+    """Result of the agreement for each of `products`."""
     amax: torch.Tensor | None
     """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional, or [experts]."""
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        """Whether there are codes to be made of this shard."""
+        """Return True if this shard can be cast to codes."""
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        """What the ranks are to agree on by a maximum, for each of `products`: FP32 or uint8, of the same shapes on
+        """Return the inputs of the agreement by maximum for each of `products`: FP32 or uint8, of the same shapes on
         every rank. `shard`: rows from `first` on of a weight of this shape."""
 
     def agree(self, maxima: list[torch.Tensor]) -> None:
-        """Take over what `amaxes` became over all ranks."""
+        """Store the maxima over all ranks."""
 
     def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        """The codes of the shard for a product."""
+        """Return the codes of the shard for a product."""
 
     def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
-        """The scales of the whole weight, of what the ranks agreed on for a product."""
+        """Return the scales of the whole weight from the result of the agreement for a product."""
 
 
 def connect(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
-    """Let FSDP2 gather these weights as codes. Repeating it does nothing, and without any all are gathered as they are
-    stored again.
+    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent.
 
     Raises:
-        FP8BackendError: this torch's FSDP2 is another.
+        FP8BackendError: this torch has a different FSDP2.
     """
     modules = list(fsdp_modules(root).values())
     if not modules or not (travelling or any(_GATHERS in module.__dict__ for module in modules)):
@@ -102,7 +100,7 @@ def connect(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
 def _shards(
     modules: Iterable[nn.Module], travelling: Mapping[Place, Travelling]
 ) -> tuple[list[WeightShard], list[str]]:
-    """Those of the weights that can travel as codes, and for each other one why it cannot."""
+    """Return the shards of weights gathered as codes, and a reason for each other weight."""
     shards, plain = [], []
     try:
         for module in modules:
@@ -125,16 +123,16 @@ def _shards(
 
 
 def _groups(module: nn.Module) -> list:
-    """FSDP2's groups of parameters of this module itself, which travel together."""
+    """Return FSDP2's parameter groups of this module, without its children."""
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and before know one
-    if several is not None:
-        return several
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.12 and before have one
+        groups = filter(None, [state._fsdp_param_group])
+    return list(groups)
 
 
 def _stays_plain(group: Any, parameter: Any) -> str | None:
-    """Why a weight is gathered as it is stored, or None."""
+    """Return the reason to gather a weight as stored, if any."""
     if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
         return "one rank has all rows"
     if parameter.is_dtensor:
@@ -151,18 +149,18 @@ def _stays_plain(group: Any, parameter: Any) -> str | None:
 
 
 class WeightShard:
-    """The rows that FSDP2 has given this rank of one weight, and the two functions of FSDP2's protocol for them."""
+    """This rank's rows of one weight under FSDP2, and the two functions of FSDP2's protocol for them."""
 
     def __init__(self, parameter: Any, group: Any, codes: Travelling) -> None:
         self.parameter, self.group, self.codes = parameter, group, codes
         self.travels = False
-        """Whether FSDP2 gathers codes, and not the weight as it is stored."""
+        """FSDP2 gathers codes, not the stored weight."""
         self.put_aside: dict[str, Any] = {}
-        """What FSDP2 keeps of the weight in the other of the two forms."""
+        """FSDP2's buffers of the other form."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The rows as they are stored."""
+        """The stored rows."""
         return self.parameter._sharded_local_tensor
 
     @property
@@ -171,22 +169,25 @@ class WeightShard:
 
     @property
     def place(self) -> tuple[torch.Tensor, int, torch.Size]:
-        """The rows, the number of the first one, and the shape of the weight."""
+        """The rows, the index of the first, and the shape of the weight."""
         shape = self.parameter._orig_size
         return self.tensor, self.process_group.rank() * self.parameter.padded_sharded_param_size[0], shape
 
     def settle(self, travels: bool) -> None:
-        """Let FSDP2 gather codes from now on, or the weight as it is stored. What has another form, or may have other
-        codes by now, is gathered again."""
+        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight in the other form, or with
+        outdated codes."""
         if self.travels != travels or (travels and self.codes.change_in_forward):
-            self._reshard()
+            self.group.wait_for_unshard()
+            for module in self.group.modules:
+                if hasattr(module, "reshard"):
+                    module.reshard()
         if self.travels != travels:
             kept = self.parameter.__dict__
             other = {"all_gather_outputs": [], "_unsharded_inner_tensors": []} | self.put_aside
             self.put_aside = {name: kept.pop(name) for name in _BUFFERS if name in kept}
             kept.update(other)
             self.travels = travels
-        functions = self.tensor.__dict__  # another tensor where somebody has moved or loaded the shard
+        functions = self.tensor.__dict__  # a new tensor after the shard was moved or loaded
         if not travels:
             functions.pop("fsdp_pre_all_gather", None)
             functions.pop("fsdp_post_all_gather", None)
@@ -194,39 +195,33 @@ class WeightShard:
             functions.update(fsdp_pre_all_gather=_Before(self), fsdp_post_all_gather=_After(self))
             self.parameter._init_extensions()
 
-    def _reshard(self) -> None:
-        self.group.wait_for_unshard()
-        for module in self.group.modules:
-            if hasattr(module, "reshard"):
-                module.reshard()
-
     def products(self) -> tuple[str, ...]:
-        """The products whose codes are gathered now."""
+        """Return the products whose codes are gathered now."""
         every, state = self.codes.products, self.group._training_state.name
         if state == "PRE_BACKWARD" and not self.codes.recomputed:
             return every[-1:]
         if state == "FORWARD" and self.group._reshard_after_forward and not inside_backward():
             return every[:1]
-        return every  # gathered once for both; a forward that backward runs again may end before it is resharded
+        return every  # gathered once for both; a recomputed forward may end before it is resharded
 
     def inputs(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What travels, uint8 of equal size on all ranks, and what its scales are made of, by product. FSDP2 may ask
-        for it in a stream of its own, so nothing that is allocated here outlives the gathering."""
+        """Return the message, uint8 of equal size on all ranks, and the agreed amaxes by product. FSDP2 may call it in
+        its own stream, so no tensor allocated here outlives the gathering."""
         if self.group._training_state.name == "IDLE":  # `unshard()` outside of a forward
             agree([self])
         missing = self.parameter.padded_sharded_param_size[0] - len(self.tensor)
         agreed = {product: self.codes.agreed[product] for product in self.products()}
         codes = (self.codes.codes(*self.place, product).view(torch.uint8) for product in agreed)
-        inputs = tuple(F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) for each in codes)
+        inputs = tuple(F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) for rows in codes)
         if len(self.parameter.all_gather_outputs) != len(inputs):
             self.parameter.all_gather_outputs = []
         return inputs, agreed
 
     def parts(self, gathered: tuple[torch.Tensor, ...], agreed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`GatheredCodes.parts` of what was gathered."""
+        """Return `GatheredCodes.parts` of a gathered message."""
         parts = {}
-        for (product, of_product), codes in zip(agreed.items(), gathered, strict=True):
-            whole, scale_inv = codes.narrow(0, 0, self.parameter._orig_size[0]), self.codes.scale_inv(of_product)
+        for (product, amaxes), codes in zip(agreed.items(), gathered, strict=True):
+            whole, scale_inv = codes.narrow(0, 0, self.parameter._orig_size[0]), self.codes.scale_inv(amaxes)
             for reader in (product,) if len(self.codes.products) > 1 else (FPROP, DGRAD):
                 parts |= {f"{reader}_codes": whole.view(E4M3.dtype), f"{reader}_scale_inv": scale_inv}
         return parts if self.codes.amax is None else parts | {AMAX: self.codes.amax}
@@ -259,7 +254,7 @@ class _After(TemporaryHook):
 
 @torch.no_grad()
 def agree(shards: Iterable[WeightShard]) -> None:
-    """Let the ranks that share these weights agree on their amaxes: one all-reduce of FP32, and one of exponents."""
+    """Agree on the amaxes of these weights among their ranks: one all-reduce of FP32, and one of exponents (uint8)."""
     by_group: dict[dist.ProcessGroup, list[WeightShard]] = {}
     for shard in shards:
         by_group.setdefault(shard.process_group, []).append(shard)
@@ -268,40 +263,34 @@ def agree(shards: Iterable[WeightShard]) -> None:
             if isinstance(shard.tensor, ScaledTensor) and shard.tensor.unagreed:
                 agree_on_scale(shard.tensor, [group])
         amaxes = [shard.codes.amaxes(*shard.place) for shard in members]
-        maxima = iter(_maxima([each for of_one in amaxes for each in of_one], group))
-        for shard, of_one in zip(members, amaxes, strict=True):
-            shard.codes.agree([next(maxima) for _ in of_one])
-
-
-def _maxima(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The maxima over the ranks. FP32 or uint8, any shapes."""
-    agreed: dict[int, torch.Tensor] = {}
-    for dtype in (torch.float32, torch.uint8):
-        of_dtype = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        if not of_dtype:
-            continue
-        message = torch.cat([tensors[i].flatten() for i in of_dtype])
-        parts = agreed_over(message, [group]).split([tensors[i].numel() for i in of_dtype])
-        agreed |= {i: part.view(tensors[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
-    return [agreed[i] for i in range(len(tensors))]
+        flat = [tensor for shard_amaxes in amaxes for tensor in shard_amaxes]
+        maxima: dict[int, torch.Tensor] = {}
+        for dtype in (torch.float32, torch.uint8):
+            if indices := [i for i, tensor in enumerate(flat) if tensor.dtype == dtype]:
+                message = agreed_over(torch.cat([flat[i].flatten() for i in indices]), [group])
+                parts = message.split([flat[i].numel() for i in indices])
+                maxima |= {i: part.view(flat[i].shape) for i, part in zip(indices, parts, strict=True)}
+        remaining = iter([maxima[i] for i in range(len(flat))])
+        for shard, shard_amaxes in zip(members, amaxes, strict=True):
+            shard.codes.agree([next(remaining) for _ in shard_amaxes])
 
 
 class Gathers(TemporaryHook):
-    """Forward pre-hook of FSDP2 modules: settles, before the outermost of them runs, what is gathered of each weight
-    beneath it."""
+    """Choose the form of each gathered weight before a forward of the outermost FSDP2 module: a forward pre-hook."""
 
     def __init__(self) -> None:
         self.shards: list[WeightShard] = []
         self.beneath: weakref.WeakKeyDictionary[nn.Module, list[WeightShard]] = weakref.WeakKeyDictionary()
+        """Weights gathered by a module and its children."""
         self.outermost: nn.Module | None = None
-        """The module that runs now."""
+        """The running module."""
         self.for_a_while: list[WeightShard] = []
-        """Weights that are gathered as they are stored while it runs."""
-        # no decorators, since importing the compiler takes a second
+        """Weights gathered as stored while it runs."""
+        # no decorators: importing the compiler takes a second
         self._begin, self._end = torch.compiler.disable(_begin), torch.compiler.disable(_end)
 
     def take(self, shards: list[WeightShard]) -> None:
-        """Settle these from now on, and no others."""
+        """Replace the weights gathered as codes."""
         for shard in self.shards:
             shard.settle(False)
         self.shards = shards
@@ -310,16 +299,9 @@ class Gathers(TemporaryHook):
     def __call__(self, module: nn.Module, args: tuple) -> None:
         self._begin(self, module)
 
-    def shards_beneath(self, module: nn.Module) -> list[WeightShard]:
-        """The weights that a module and those in it gather."""
-        if module not in self.beneath:
-            inside = set(module.modules())
-            self.beneath[module] = [shard for shard in self.shards if inside.intersection(shard.group.modules)]
-        return self.beneath[module]
-
 
 class AfterForward(TemporaryHook):
-    """Forward hook of FSDP2 modules: ends what `Gathers` has begun."""
+    """Forward hook of FSDP2 modules: the end of a forward under `Gathers`."""
 
     def __init__(self, gathers: Gathers) -> None:
         self.gathers = gathers
@@ -332,8 +314,11 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
     if gathers.outermost is not None or inside_backward():  # recomputed: settled in forward
         return
     gathers.outermost = module
-    module._get_fsdp_state()._lazy_init()  # what FSDP2 does next, and may make new shards
-    shards = gathers.shards_beneath(module)
+    module._get_fsdp_state()._lazy_init()  # FSDP2's next action, which may replace shards
+    if module not in gathers.beneath:
+        inside = set(module.modules())
+        gathers.beneath[module] = [shard for shard in gathers.shards if inside.intersection(shard.group.modules)]
+    shards = gathers.beneath[module]
     for shard in shards:
         if shard.travels and not shard.codes.wanted:
             gathers.for_a_while.append(shard)
@@ -344,7 +329,7 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
 def _end(gathers: Gathers, module: nn.Module) -> None:
     if gathers.outermost is not module or inside_backward():
         return
-    if not torch.is_grad_enabled():  # else backward is to find what forward has read
-        for shard in gathers.for_a_while:  # and that of an earlier forward, too
+    if not torch.is_grad_enabled():  # otherwise backward needs the form of forward
+        for shard in gathers.for_a_while:  # and an earlier forward's backward the codes
             shard.settle(True)
     gathers.outermost, gathers.for_a_while = None, []

@@ -1,21 +1,20 @@
-"""Gradients that travel to the other ranks in buckets, while backward still runs.
+"""Average gradients over the ranks in buckets, while backward still runs.
 
-`GradientReducer` takes those of scaled weights. A bucket leaves as soon as its gradients are there and the buckets
-before it have left, so the order of collectives is the same on all ranks. With buckets 0, 1 and 2 the wire carries
-(first and second shot of the two-shot all-reduce):
+`GradientReducer` serves scaled weights. A bucket leaves when its gradients are complete and the buckets before it have
+left, so the order of collectives is the same on all ranks. With buckets 0, 1 and 2 the wire carries (first and second
+shot of the two-shot all-reduce):
 
-    first 0, first 1, second 0, first 2, second 1, second 2, which weights were used at all
+    first 0, first 1, second 0, first 2, second 1, second 2, the use of each weight
 
-A gradient waits where backward has put it. When its bucket leaves it is read once, on its way into the message, and
-dropped. The average takes its place when backward ends; or where an optimizer steps inside backward (gradient release),
-when the second bucket after it has left. Tensors start at multiples of the collective's block, so each has scales of
-its own.
+A gradient stays where backward has put it until its bucket leaves. Then it is read once, into the message, and dropped.
+The average takes its place when backward ends; or, if an optimizer steps inside backward (gradient release), when the
+second bucket after it has left. Tensors start at multiples of the collective's block, so each has its own scales.
 
-`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP hands them over in the same order on
-all ranks, and with the last one all are awaited. Gradients are read and written where they lie in the bucket. DDP lays
-its buckets out anew after the first backward pass, also in a resumed run. For a resumed run to equal an unbroken one to
-the bit, an average may not depend on where in a bucket a gradient lies: each gradient begins at a multiple of the
-collective's block, and every contribution is rounded, whichever rank sums it.
+`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP fills them in the same order on all
+ranks, and with the last one the hook awaits all. It reads and writes gradients inside the bucket. DDP rebuilds its
+buckets after the first backward pass, also in a resumed run. To keep a resumed run equal to an unbroken one to the bit,
+an average must not depend on a gradient's place in a bucket: each gradient starts at a multiple of the collective's
+block, and every contribution is rounded, whichever rank sums it.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
 class Bucket(NamedTuple):
-    """Gradients that travel together, one behind the other."""
+    """Consecutive gradients in one message."""
 
     indices: list[int]
-    """Places of their parameters in the reducer's list."""
+    """Indices of their parameters in the reducer's list."""
     starts: list[int]
-    """Element at which each begins; a multiple of BLOCK."""
+    """First element of each; a multiple of BLOCK."""
     numel: int
 
 
 class GradientReducer:
-    """Averages gradients over ranks. `parameters` are in the order of the buckets: the last registered first, since
-    backward reaches it first.
+    """Average gradients over ranks. `parameters` are in the order of the buckets, which is that of backward: the last
+    registered first.
 
     Args:
         weights: names and trained weights, the same on every rank.
-        group: used by nothing else while backward runs.
+        group: unused by others while backward runs.
         comm: "fp8" or "plain" (FP32 all-reduce; stored in E4M3 afterwards).
         bucket_bytes: size of a bucket in FP32.
     """
@@ -67,26 +66,26 @@ class GradientReducer:
         self.reset()
 
     def serves(self, weights: dict[str, nn.Parameter], comm: str) -> bool:
-        """Whether this is the reducer of exactly these weights."""
+        """Return True if this reducer has exactly these weights."""
         same = [id(weight) for weight in weights.values()][::-1] == [id(weight) for weight in self.parameters]
         return same and comm == self.comm
 
     def reset(self) -> None:
-        """Be ready for a new backward pass."""
+        """Prepare a new backward pass."""
         self.in_flight: list[AllReduce | PlainAllReduce | None] = []
-        """The reductions of the buckets that have left; None for those that have arrived."""
+        """Reductions of the buckets sent so far; None after arrival."""
         self.complete: set[int] = set()
-        """Parameters whose gradient is complete."""
+        """Parameters with a complete gradient."""
         self.used: list[bool] = [False] * len(self.parameters)
-        """Whether each parameter had a gradient here when its bucket left."""
+        """Parameters with a gradient on this rank when their bucket left."""
         self.arrived = 0
-        """How many of the buckets were waited for."""
+        """Buckets received."""
         self.late: list[tuple[int, int, Reduced | torch.Tensor]] = []
-        """Averages that have arrived of parameters that are not used here: parameter, start in the bucket, bucket."""
+        """Averages received for parameters unused on this rank: parameter, start in the bucket, bucket."""
 
     @torch.no_grad()
     def add(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, and send each bucket that is complete by now."""
+        """Note the complete gradient of a parameter, and send complete buckets."""
         if self.bucket_of[index] < len(self.in_flight):
             raise FP8BackendError(
                 f"{self.names[index]}: a second gradient in one backward pass, after the first had left for the other "
@@ -99,12 +98,12 @@ class GradientReducer:
                 break
             self._send(contributes=True)
         if _release_hooks(self.parameters[index]):
-            while self.arrived < len(self.in_flight) - 2:  # two buckets are left to travel while backward runs
+            while self.arrived < len(self.in_flight) - 2:  # keep two buckets in flight while backward runs
                 self._arrive(self.used)
 
     @torch.no_grad()
     def finish(self, contributes: bool = True) -> None:
-        """Send the buckets that remain, wait for everything and put the averages where the gradients were."""
+        """Send the remaining buckets, wait for all, and replace the gradients by their averages."""
         while len(self.in_flight) < len(self.buckets):
             self._send(contributes)
         with self.side_stream.active():
@@ -118,9 +117,9 @@ class GradientReducer:
         self.reset()
 
     def _arrive(self, used: list[bool]) -> None:
-        """Wait for the next bucket, and put the averages of the parameters that are used where the gradients were."""
+        """Wait for the next bucket, and replace the gradients of used parameters by their averages."""
         bucket, reduction = self.buckets[self.arrived], self.in_flight[self.arrived]
-        self.in_flight[self.arrived] = None  # it may hold what has travelled
+        self.in_flight[self.arrived] = None  # frees the message
         self.arrived += 1
         with self.side_stream.active():
             reduced = reduction.wait()
@@ -147,24 +146,23 @@ class GradientReducer:
                     self.used[index] = True
                     parts.append(self.side_stream.part_of_message(parameter.grad, start))
                     parameter.grad = None
-            end = Part(
-                torch.empty(0, dtype=torch.float32, device=self.parameters[0].device), bucket.numel
-            )  # where no gradient ends it
+            # an empty part gives the message its length, also without a last gradient
+            end = Part(torch.empty(0, dtype=torch.float32, device=self.parameters[0].device), bucket.numel)
             reduction = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
             if self.in_flight:
                 self.in_flight[-1].start_second_shot()
         self.in_flight.append(reduction)
 
     def _used_somewhere(self, contributes: bool) -> list[bool]:
-        """Whether any rank has a gradient of each parameter; without one it gets none, as in DDP. The host waits for
-        the device only where it matters: on a rank that lacks a gradient."""
-        device, own = self.parameters[0].device, self.used
-        if all(own):
-            used = torch.ones(len(own), dtype=torch.uint8, device=device)
+        """Return the parameters with a gradient on any rank; others get none, as in DDP. The host waits for the device
+        only on a rank without some gradient."""
+        device, here = self.parameters[0].device, self.used
+        if all(here):
+            used = torch.ones(len(here), dtype=torch.uint8, device=device)
         else:
-            used = on_device(own, torch.uint8, device)
+            used = on_device(here, torch.uint8, device)
         used = agreed_over(used, [self.group])
-        return own if all(own) or not contributes else used.bool().tolist()
+        return here if all(here) or not contributes else used.bool().tolist()
 
     def _gradient(self, index: int, start: int, reduced: Reduced | torch.Tensor) -> ScaledTensor:
         parameter = self.parameters[index]
@@ -179,12 +177,12 @@ class GradientReducer:
 
 
 def _release_hooks(parameter: nn.Parameter) -> list:
-    """The hooks of a parameter that step with its gradient inside backward, by a method `take`."""
+    """Return the hooks of a parameter that step inside backward, by a method `take`."""
     return [hook for hook in (parameter._post_accumulate_grad_hooks or {}).values() if hasattr(hook, "take")]
 
 
 def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
-    """Consecutive parameters, `capacity` elements or one parameter a bucket."""
+    """Fill buckets with consecutive parameters, `capacity` elements or one parameter each."""
     buckets: list[Bucket] = []
     for index, parameter in enumerate(parameters):
         numel = -(-parameter.numel() // BLOCK) * BLOCK
@@ -196,7 +194,7 @@ def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
 
 
 class PlainAllReduce:
-    """The mean in FP32, by the process group's own all-reduce; with the methods of `AllReduce`."""
+    """Average in FP32 by the process group's own all-reduce, with the methods of `AllReduce`."""
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)
@@ -216,15 +214,14 @@ class PlainAllReduce:
 
 
 class SideStream:
-    """A CUDA stream of its own, so that packing and waiting for a bucket hold nobody up. On other devices it does
-    nothing."""
+    """Pack and await buckets on a CUDA stream of their own; does nothing on other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Run the work inside on the side stream, after what the current stream has been given so far."""
+        """Run the body on the side stream, after the work queued on the current stream."""
         if self.stream is None:
             yield
             return
@@ -233,8 +230,7 @@ class SideStream:
             yield
 
     def part_of_message(self, tensor: torch.Tensor, start: int = 0) -> Part:
-        """The part of a message that a tensor of another stream becomes. Its memory may be freed there while it is read
-        on this one."""
+        """Return a tensor of another stream as a part of a message. Its memory may be freed there during the read."""
         if self.stream is not None:
             for stored in stored_parts(tensor):
                 stored.record_stream(self.stream)
@@ -244,7 +240,7 @@ class SideStream:
         return Part(values.reshape(-1), start)
 
     def hand_over(self, tensors: list[torch.Tensor]) -> None:
-        """Let the current stream wait for tensors that were made on the side stream, and use them."""
+        """Make tensors of the side stream available to the current stream."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
             current.wait_stream(self.stream)
@@ -256,30 +252,30 @@ class SideStream:
 
 
 class HookState:
-    """The communication hook's state, which lasts for one backward pass."""
+    """State of the communication hook, for one backward pass."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.side_stream = group, SideStream(device)
         self.in_flight: list[tuple[AllReduce, list[Part], torch.Tensor, torch.futures.Future]] = []
-        """Reduction, gradients in the bucket, the bucket, and what DDP waits for."""
+        """Reduction, gradients in the bucket, the bucket, and DDP's future."""
 
     def __reduce__(self):
         return nothing, ()  # a copied DDP has no communication hook
 
 
 def nothing() -> None:
-    """What a hook becomes in a copied or unpickled model that is not connected."""
+    """Replace a hook in a copied or unpickled model without a connection."""
 
 
 @torch.no_grad()
 def fp8_all_reduce(state, bucket):
-    """The hook: (HookState, torch.distributed.GradBucket) -> Future of the averaged bucket.
+    """Average a bucket: (HookState, torch.distributed.GradBucket) -> Future of the bucket.
 
-    It has no annotations: DDP checks them, and would take postponed ones for others.
+    Without annotations: DDP checks them, and misreads postponed ones.
     """
     values = bucket.buffer()
     if bucket.index() == 0:
-        state.in_flight.clear()  # a backward pass that raised before its end
+        state.in_flight.clear()  # of a failed backward pass
     future = torch.futures.Future(devices=[values.device] if values.device.type == "cuda" else None)
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
@@ -297,6 +293,6 @@ def fp8_all_reduce(state, bucket):
 
 
 def _aligned(gradients: tuple[torch.Tensor, ...]) -> list[Part]:
-    """The gradients one behind the other, each from a multiple of BLOCK on."""
+    """Place the gradients one after another, each at a multiple of BLOCK."""
     starts = accumulate((-(-len(gradient) // BLOCK) * BLOCK for gradient in gradients), initial=0)
     return [Part(gradient, start) for gradient, start in zip(gradients, starts, strict=False)]

@@ -1,8 +1,6 @@
-"""What a guard asks of the ranks: whether a backward pass was theirs together, sums of its findings over all of them,
-and whether what they should hold alike is alike.
+"""Answer the guard's questions to all ranks: count shared backward passes, sum findings, and compare replicas.
 
-The collectives happen at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, where nothing else is
-under way then.
+The collectives run at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, idle at that time.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SharedBackwards:
-    """Counts the backward passes of a model whose gradients travelled: a `backward.Collective` that sends nothing."""
+    """Count backward passes with a reduction: a `backward.Collective` without a message."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,31 +38,29 @@ class SharedBackwards:
 
     @classmethod
     def of(cls, model: nn.Module) -> list[SharedBackwards]:
-        """Those of the wrappers in a model by which it trains on several ranks. Repeating it gives the same."""
-        found = []
+        """Return the counters of the wrappers in a model, created on the first call."""
+        counters = []
         for wrapper in _wrappers(model):
             backward = BackwardPass.find(wrapper)
             if backward is None:
                 is_ddp = isinstance(wrapper, DistributedDataParallel)
                 backward = DDPBackward() if is_ddp else BackwardPass(lambda module: True)
                 wrapper.register_forward_hook(backward)
-            counter = next((each for each in backward.collectives if isinstance(each, cls)), None)
+            counter = next((one for one in backward.collectives if isinstance(one, cls)), None)
             if counter is None:
                 backward.collectives.append(counter := cls())
-            found.append(counter)
-        return found
+            counters.append(counter)
+        return counters
 
 
 def _wrappers(model: nn.Module) -> list[nn.Module]:
-    """Each DDP in a model, and the outermost FSDP2 module, or the model itself where ranks share its layers by tensor
-    parallelism alone."""
+    """Return each DDP in a model, and the outermost FSDP2 module, or the model itself with tensor parallelism alone."""
     outermost = list(fsdp_modules(model).values())[:1] or ([model] if mesh_groups(model) else [])
-    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)] + outermost
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)] + outermost
 
 
 def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups over which a sum, one after another, is a sum over all ranks that train a model together; none on one
-    process."""
+    """Return the groups in which, one after another, a sum reaches all ranks of a model; none on one process."""
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             return [wrapper.process_group] if wrapper.process_group.size() > 1 else []
@@ -73,14 +69,14 @@ def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def sum_over(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The tensor, summed over the ranks in place."""
+    """Sum a tensor over the ranks in place, and return it."""
     for group in groups:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
 class Held(NamedTuple):
-    """A tensor that all ranks of a group should hold alike."""
+    """A replicated tensor."""
 
     name: str
     tensor: torch.Tensor
@@ -88,8 +84,8 @@ class Held(NamedTuple):
 
 
 def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Held]:
-    """The weights of a model of which several ranks have the same elements, as they are stored, and its scaling states.
-    What the user told DDP to ignore is left out, and so are buffers, which DDP copies by rules of its own.
+    """Yield the storage of a model's replicated weights, and its scaling states. Parameters on the user's ignore list
+    are left out, and so are buffers, which DDP copies by its own rules.
 
     Args:
         states: names and live states of scaling rules.
@@ -116,32 +112,31 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over the bits of each tensor, taken for integers: int64 [tensors], whatever the order of the elements. A
-    bit that differs always shows."""
+    """Sum the bits of each tensor as integers: int64 [tensors], independent of the order. One differing bit always
+    shows."""
     sums = []
     for tensor in tensors:
         plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         sums.append(plain.view(_BITS[plain.element_size()]).sum(dtype=torch.int64))
-    return torch.stack([each.to(sums[0].device) for each in sums])
+    return torch.stack([value.to(sums[0].device) for value in sums])
 
 
 def apart(held: Sequence[Held]) -> dict[str, list[int]]:
-    """Which of these tensors differ between the ranks of their groups, by name, with the ranks that hold something else
-    than the first of the group. All ranks call it. One all-reduce for each group; a second round only where something
-    differs."""
-    found: dict[str, list[int]] = {}
+    """Map the names of tensors that differ within their groups to the ranks with other values than the first rank. All
+    ranks call it. One all-reduce for each group, and a gather if something differs."""
+    differing: dict[str, list[int]] = {}
     by_group: dict[dist.ProcessGroup, list[Held]] = {}
-    for each in held:
-        by_group.setdefault(each.group, []).append(each)
+    for tensor in held:
+        by_group.setdefault(tensor.group, []).append(tensor)
     for group, members in by_group.items():
-        own = checksums([each.tensor for each in members])
-        largest, smallest = agreed_over(torch.stack([own, -own]), [group])  # the smallest with its sign changed
-        if not bool((largest != -smallest).any()):
+        sums = checksums([member.tensor for member in members])
+        largest, negated_smallest = agreed_over(torch.stack([sums, -sums]), [group])
+        if not bool((largest != -negated_smallest).any()):
             continue
-        of_ranks = own.new_empty(group.size(), len(own))
-        dist.all_gather(list(of_ranks.unbind()), own, group=group)
-        for each, sums in zip(members, of_ranks.t().tolist(), strict=True):
-            others = [dist.get_global_rank(group, i) for i, value in enumerate(sums) if value != sums[0]]
+        by_rank = sums.new_empty(group.size(), len(sums))
+        dist.all_gather(list(by_rank.unbind()), sums, group=group)
+        for member, values in zip(members, by_rank.t().tolist(), strict=True):
+            others = [dist.get_global_rank(group, i) for i, value in enumerate(values) if value != values[0]]
             if others:
-                found[each.name] = sorted({*found.get(each.name, ()), *others})
-    return found
+                differing[member.name] = sorted({*differing.get(member.name, ()), *others})
+    return differing

@@ -113,7 +113,7 @@ class ScaledStates:
     fp8_declared: Declaration
     fp8_states: StateRule
     fp8_owners: Any = None
-    """The `comm.zero.SharedOut` that assigns states to ranks; None if every rank has all."""
+    """The `comm.ddp.SharedOut` that assigns states to ranks; None if every rank has all."""
     fp8_whole: bool = False
     """All states are on this rank for a while."""
     fp8_unread: bool = False

@@ -2,7 +2,7 @@
 
 Under FSDP2 a parameter is a DTensor: each rank has some of its rows, and its states have the same layout. For a state
 with one scale, the ranks agree on the amax; with block scales (O4) a block is on one rank. Under DDP at levels O3 and
-O4, each rank owns whole weights (`comm.zero.SharedOut`).
+O4, each rank owns whole weights (`comm.ddp.SharedOut`).
 """
 
 from __future__ import annotations

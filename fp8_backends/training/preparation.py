@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..comm import ddp, fsdp2, gathers, ignore_list, tensor_parallel, zero
+from ..comm import ddp, fsdp2, gathers
 from ..compute import registry
 from ..compute.expert_functions import is_expert_parallel
 from ..compute.fields import flag, parsed
@@ -149,7 +149,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` if ranks share layers of the model and this setup does not support it."""
-    if (ranks := tensor_parallel.ranks(model)) > 1:
+    if (ranks := fsdp2.tensor_parallel_ranks(model)) > 1:
         holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
         shared = replace(setup, tensor_parallel=ranks, experts_alone=all(map(is_expert_parallel, holders)))
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
@@ -237,8 +237,8 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
             undo = layer.__dict__[CONVERSION].undo
             if levels.make_plain not in undo:
                 undo.append(levels.make_plain)
-    ignore_list.ignore(root)
-    prepared.undo += [undo for undo in (ignore_list.forget, levels.forget_ties) if undo not in prepared.undo]
+    ddp.ignore(root)
+    prepared.undo += [undo for undo in (ddp.forget, levels.forget_ties) if undo not in prepared.undo]
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
@@ -298,8 +298,8 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         for _, root, prepared in roots:
             travelling |= prepared.compute.travelling(root, prepared.recipe)
         gathers.connect(model, travelling)
-    elif tensor_parallel.ranks(model) > 1:
-        tensor_parallel.connect(model, ScalingBuffers(roots))
+    elif fsdp2.tensor_parallel_ranks(model) > 1:
+        fsdp2.agree(model, ScalingBuffers(roots))
         levels.expect_equal_gradients(model)
 
 
@@ -364,7 +364,7 @@ def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
     weights = [p for p in scaled if ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
     if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
-        optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
+        optimizer.fp8_owners = connection.owners = ddp.SharedOut(weights, connection.group)
         optimizer.register_step_pre_hook(connection.owners.refuse_local_step)
         optimizer.forget_others()
 

@@ -1,10 +1,10 @@
 """Keep saved activations in FP8 until backward reads them (the recipe's `saved_activations`).
 
-Converted layers keep the codes that their products read. Norms, activation functions and elementwise products keep
-their inputs and results in the dtype in which they were computed, mostly FP32 where a norm is written in Python. When
-the forward of a module ends, a hook walks the autograd nodes made since the module's inputs (`Packer`), and registers
-E4M3 codes (`numerics.saved_values`) with the saved tensors of the nodes in `NODES`, by the public
-`SavedTensor.register_hooks`. The forward itself is unchanged, and every node outside the table keeps what it saved.
+Converted layers keep the codes of their operands. Norms, activation functions and elementwise products keep inputs and
+results in the dtype of their computation, mostly FP32 for a norm written in Python. After the forward of a module, a
+hook walks the autograd nodes made since the module's inputs (`Packer`), and registers E4M3 codes
+(`numerics.saved_values`) with the saved tensors of the nodes in `NODES`, by the public `SavedTensor.register_hooks`.
+The forward itself is unchanged, and every node outside the table keeps its tensors.
 
 Left alone in listed nodes: leaves (Parameters, buffers, masks), small tensors, rows shorter than a block, tensors
 changed in place since, and tensors with hooks of others (activation checkpointing, `save_on_cpu`). Nothing is packed in
@@ -50,11 +50,11 @@ class Kept(NamedTuple):
 
     fields: tuple[str, ...]
     bound: str
-    """How far the node's results are off, for an exact incoming gradient; for the guide's table."""
+    """Error of the node's results for an exact incoming gradient; for the guide's table."""
     factors: tuple[str, ...] = ()
-    """For each input of the node, the field by which the gradient is multiplied on its way to it."""
+    """For each input of the node, the field that multiplies the gradient on its way to it."""
     attention: bool = False
-    """Whether only `fp8+attention` packs it."""
+    """Packed by `fp8+attention` only."""
 
 
 _ATTENTION = Kept(
@@ -85,7 +85,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]]
     "SiluBackward0": lambda node: nn.functional.silu,
     "GeluBackward0": lambda node: functools.partial(nn.functional.gelu, approximate=node._saved_approximate),
 }
-"""Name of a node -> its function, whose result backward computes again from the codes of the input."""
+"""Name of a node -> its function; backward computes its result again from the codes of the input."""
 
 
 @dataclass
@@ -135,10 +135,8 @@ def saved_bytes(root: nn.Module) -> SavedBytes | None:
 
 
 def _hooked_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the modules whose nodes are walked.
-
-    Neither the root nor modules that contain an embedding: their own operations may compute a loss. An activation
-    function leaves its nodes to the module around it, which compares its result (`_is_result`).
+    """Return the modules with hooks: neither the root nor modules with an embedding, whose own operations may compute a
+    loss. An activation function leaves its nodes to the module around it, for `_is_result`.
     """
     outer = {root}
     outer.update(m for m in root.modules() if any(isinstance(p, (nn.Embedding, nn.EmbeddingBag)) for p in m.modules()))
@@ -201,7 +199,6 @@ class Packer:
                 node.metadata[_MARK] = Mark(before, id(module), factors[node])
 
     def _kept(self, node: Node) -> Kept | None:
-        """Return the saved tensors of a node to pack."""
         kept = NODES.get(node.name())
         if kept is None:
             return _VALUES if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction) else None
@@ -212,13 +209,13 @@ class Packer:
     def _pack(self, saved: dict[Node, Saved]) -> None:
         """Register codes with saved tensors."""
         codes: dict[tuple, Codes] = {}
-        held = [
+        packed_tensors = [
             (raw, Held(self._packed_once(node, tensor, saved, codes), tensor.shape))
             for node, tensors in saved.items()
             for raw, tensor in tensors.values()
         ]
-        for raw, each in held:
-            raw.register_hooks(lambda _, each=each: each, _unpack)
+        for raw, held in packed_tensors:
+            raw.register_hooks(lambda _, held=held: held, _unpack)
 
     def _packed_once(
         self, node: Node, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
@@ -261,7 +258,7 @@ class Start:
 
 
 def _may_pack(module: nn.Module) -> bool:
-    """Return whether a backward may follow that reads tensors saved by this forward."""
+    """Return True if a backward may read the tensors saved by this forward."""
     return (
         module.training
         and torch.is_grad_enabled()
@@ -284,39 +281,38 @@ def _walk(results: list[Node], inputs: list[Node]) -> tuple[dict[Node, list[Node
     """Return the nodes made between inputs and results, oldest first, each with the nodes of its inputs; and the nodes
     before them. Marked modules are passed over."""
     start = max((node._sequence_nr() for node in inputs), default=-1)
-    made, before, left = {}, {}, list(results)
-    while left:
-        node = left.pop()
+    made, before, remaining = {}, {}, list(results)
+    while remaining:
+        node = remaining.pop()
         if node is None or node in made or node in before:
             continue
         if node._sequence_nr() <= start:
             before[node] = None
         else:
             mark = node.metadata.get(_MARK)
-            made[node] = [each for each, _ in node.next_functions] if mark is None else list(mark.before)
-            left += made[node]
+            made[node] = [parent for parent, _ in node.next_functions] if mark is None else list(mark.before)
+            remaining += made[node]
     return {node: made[node] for node in sorted(made, key=lambda node: node._sequence_nr())}, tuple(before)
 
 
 def _saved(node: Node, kept: Kept) -> Saved:
     """Map the fields of a node that can be packed to (PyTorch's saved tensor, its value)."""
-    found = {}
-    own = kept is _VALUES
-    raws = node._raw_saved_tensors if own else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
-    for field, raw in zip(range(len(raws)) if own else kept.fields, raws, strict=True):
+    saved, all_fields = {}, kept is _VALUES
+    raws = node._raw_saved_tensors if all_fields else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
+    for field, raw in zip(range(len(raws)) if all_fields else kept.fields, raws, strict=True):
         if raw.unpack_hook is not None or not isinstance(raw.data, torch.Tensor):  # others have hooks, or None
             continue
         try:
-            tensor = node.saved_tensors[field] if own else getattr(node, f"_saved_{field}")
+            tensor = node.saved_tensors[field] if all_fields else getattr(node, f"_saved_{field}")
         except RuntimeError:  # changed in place since: PyTorch raises in backward
             continue
         if _is_packable(tensor):
-            found[field] = raw, tensor
-    return found
+            saved[field] = raw, tensor
+    return saved
 
 
 def _is_packable(tensor: torch.Tensor) -> bool:
-    """Return whether codes are smaller than this tensor, and its memory is freed with it: not a leaf, nor expanded."""
+    """Return True if codes save memory: the tensor is large, not a leaf and not expanded."""
     if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
         return False
     owner = tensor if tensor._base is None else tensor._base
@@ -324,8 +320,8 @@ def _is_packable(tensor: torch.Tensor) -> bool:
 
 
 def _is_result(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], read: torch.Tensor) -> bool:
-    """Return whether a tensor is still what the activation function made of its input. Changes without autograd leave
-    no other trace: `tensor.data` has a version of its own. On a GPU, the comparison waits for the device."""
+    """Return True if a tensor is still the result of the activation function. Changes without autograd leave no other
+    trace: `tensor.data` has its own version. On a GPU, the comparison waits for the device."""
     if tensor.shape != read.shape or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return not is_eager(tensor) or torch.equal(function(read), tensor)
@@ -342,10 +338,9 @@ class ComputedValues(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return 0  # the codes are the function's own
+        return 0  # the codes belong to the input
 
     def unpacked(self, shape: torch.Size) -> torch.Tensor:
-        """Return the function of the values of the codes."""
         return self.function(self.read.unpacked(shape))
 
 

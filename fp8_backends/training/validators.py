@@ -1,8 +1,8 @@
-"""Combinations that are known to go wrong or slow: one loop over the rules of `rules`."""
+"""Find combinations with known problems: one loop over the rules of `rules`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know before training."""
+    """A known problem of a setup."""
 
     severity: Severity
-    """"error": it will not run, or not as asked. "warning": it runs, at a cost. "info": good to know."""
+    """"error": does not run as configured. "warning": runs, at a cost. "info": good to know."""
     rule: str
     reason: str
     fix: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """Findings, the worst first: a list that a notebook shows as a table."""
+    """Findings, the worst first: a list with a table for notebooks."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "nothing is known to go wrong"
@@ -69,37 +69,37 @@ def validate(
     max_grad_norm: float | None = None,
     chip: str | None = None,
 ) -> Findings:
-    """Find what is known to go wrong with this recipe, on this machine or another, in this setup. The worst come first.
+    """Find known problems of a recipe in a setup, on this machine or another, the worst first.
 
-    None means not known: what the model shows is read off it, without changing it, and no rule asks for the rest.
+    None means unknown: values visible in the model are read from it, without changing it; rules skip the rest.
 
     Args:
-        spec: what `resolve` takes. A string or field that cannot be honoured becomes a finding, not an exception.
-        model: looked at for its wrapper, its layers, its configuration, its buffers.
-        parallel, compiled: how the model will be wrapped; by default what `model` shows, else "none".
-        attention: the name in transformers (`attn_implementation`), such as sdpa or flash_attention_2.
+        spec: as for `resolve`. An invalid string or field becomes a finding, not an exception.
+        model: read for its wrapper, layers, configuration and buffers.
+        parallel, compiled: how the model will be wrapped; default: as `model` shows, else "none".
+        attention: transformers' `attn_implementation`, such as sdpa or flash_attention_2.
         sequence_length: tokens in a sequence of a batch.
         optimizer: the object, or its name in transformers' `optim` or Axolotl's `optimizer`.
-        cpu_ram_efficient_loading: FSDP's, where the first rank alone has the weights.
-        world_size: processes that train together; by default those of the running process group.
+        cpu_ram_efficient_loading: FSDP's option to load weights on the first rank only.
+        world_size: processes that train together; default: those of the running process group.
         zero_stage: DeepSpeed's.
-        tensor_parallel: ranks that share one layer.
-        quantized_base: whether bitsandbytes holds layers in 4 or 8 bits.
-        accumulation_steps: backward passes for each step of the optimizer.
-        max_grad_norm: the norm to which gradients are clipped; 0: they are not.
-        chip: judge for a machine with this chip, a name in `chips.PRODUCTS` such as "h100" or "hopper", with new
-            libraries; by default for this machine, its libraries included.
+        tensor_parallel: ranks that share a layer.
+        quantized_base: bitsandbytes stores layers in 4 or 8 bits.
+        accumulation_steps: backward passes for each optimizer step.
+        max_grad_norm: norm for gradient clipping; 0: no clipping.
+        chip: a name in `chips.PRODUCTS` such as "h100" or "hopper": judge for a machine with this chip and new
+            libraries; default: this machine with its libraries.
 
     Raises:
-        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, `optimizer` is neither an optimizer nor
-            a name, or another argument is no number, flag or word of its kind.
-        FP8BackendError: `model` is no module.
+        RecipeError: `chip`, `parallel` or `compiled` is an unknown word, `optimizer` is neither an optimizer nor a
+            name, or another argument is not a number, flag or word of its kind.
+        FP8BackendError: `model` is not a module.
     """
     if model is not None:
         check_is_module(model)
     if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
         raise RecipeError(f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer that was made, or a name")
-    known = {
+    arguments = {
         "activation_checkpointing": (flag, activation_checkpointing),
         "attention": (word, attention),
         "sequence_length": (whole_number(1), sequence_length),
@@ -112,7 +112,7 @@ def validate(
         "accumulation_steps": (whole_number(1), accumulation_steps),
         "max_grad_norm": (float, max_grad_norm),
     }
-    read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in known.items()}
+    read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in arguments.items()}
     if read["world_size"] is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         read["world_size"] = torch.distributed.get_world_size()
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
@@ -120,22 +120,17 @@ def validate(
         recipe = resolve(spec)
     except RecipeError as error:
         return Findings([_wrong_recipe(error)])
-    setup = Setup(
-        recipe,
-        machine,
-        parallel,
-        compiled,
-        optimizer=optimizer if isinstance(optimizer, str) else None,
-        **read,
-    )
+    name = optimizer if isinstance(optimizer, str) else None
+    setup = Setup(recipe, machine, parallel, compiled, optimizer=name, **read)
     found = findings(setup, model)
     if not any(finding.rule == "recipe" for finding in found):
-        found += [*_refused_optimizer(optimizer, setup), *(_unavailable(setup) if chip is None else ())]
+        found += _refused_optimizer(optimizer, setup)
+        found += _unavailable(setup) if chip is None else []
     return _sorted(found)
 
 
 def findings(setup: Setup, model: nn.Module | None = None) -> Findings:
-    """What the rules say of a setup, completed by what a model shows of itself. The worst come first."""
+    """Apply the rules to a setup, completed from the model. The worst come first."""
     try:
         setup = setup if model is None else _with_model(setup, model)
     except RecipeError as error:
@@ -152,41 +147,47 @@ def _wrong_recipe(error: RecipeError) -> Finding:
     return Finding("error", "recipe", str(error), "correct the backend string or the field")
 
 
-def _unavailable(setup: Setup) -> Iterator[Finding]:
+def _unavailable(setup: Setup) -> list[Finding]:
     try:
         preparation.check_machine(setup.recipe)
     except BackendUnavailableError as error:
-        yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+        return [Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")]
     except RecipeError as error:
-        yield _wrong_recipe(error)
+        return [_wrong_recipe(error)]
+    return []
 
 
-def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:
-    """The refusal by `prepare` of an optimizer object. A name is for the rules to judge."""
+def _refused_optimizer(optimizer: Any, setup: Setup) -> list[Finding]:
+    """Return the refusal of an optimizer object by `prepare`. Rules judge names."""
     if isinstance(optimizer, torch.optim.Optimizer):
         try:
             preparation.check_optimizer(optimizer, setup.recipe)
         except BackendUnavailableError:
-            return  # a finding of its own
+            pass  # a finding of its own
         except FP8BackendError as error:
-            yield Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")
+            return [Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")]
+    return []
 
 
 # Reading the model
 
 
 def _with_model(setup: Setup, model: nn.Module) -> Setup:
-    """The setup with what a model shows, where the setup itself says nothing."""
+    """Complete a setup from the model. Explicit values have precedence."""
     expected = conversion.expected(model, setup.recipe, registry.get_compute(setup.recipe.compute))
     fp8 = set(expected.converted)
-    converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # of experts the Parameter's own name
+    converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # experts have the name of their Parameter
     trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
     config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config  # of a model of images or sound, its language model's
+    config = getattr(config, "text_config", None) or config  # the language model of a multimodal one
+    # the new name first: the old one warns
+    checkpoints = getattr(model, "is_activation_checkpointing", None)
     shown = {
         "parallel": _parallel(model),
         "compiled": _compiled(model),
-        "activation_checkpointing": _checkpoints(model),
+        "activation_checkpointing": (
+            getattr(model, "is_gradient_checkpointing", None) if checkpoints is None else checkpoints
+        ),
         "attention": getattr(config, "_attn_implementation", None),
         "vocab_size": getattr(config, "vocab_size", None),
     }
@@ -194,7 +195,7 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
         setup,
         **{name: value for name, value in shown.items() if getattr(setup, name) is None},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        linear_sizes=tuple((each.in_features, each.out_features) for each in expected.products if each.name in fp8),
+        linear_sizes=tuple((p.in_features, p.out_features) for p in expected.products if p.name in fp8),
         linear_trains=not converted.isdisjoint(trains),
         codes_that_train=tuple(quantized_layers.training_codes(model)),
         expected=expected,
@@ -208,12 +209,6 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     )
 
 
-def _checkpoints(model: nn.Module) -> bool | None:
-    """Whether a model of transformers recomputes activations. Its newer name is asked first: the older one warns."""
-    found = getattr(model, "is_activation_checkpointing", None)
-    return getattr(model, "is_gradient_checkpointing", None) if found is None else found
-
-
 _WRAPPERS = {
     "DistributedDataParallel": "ddp",
     "FullyShardedDataParallel": "fsdp1",
@@ -223,7 +218,7 @@ _WRAPPERS = {
 
 
 def _parallel(model: nn.Module) -> Parallel:
-    """What wraps the model, by class names, so that nothing is imported (`fully_shard` subclasses FSDPModule)."""
+    """Find the model's wrapper by class names, without an import (`fully_shard` subclasses FSDPModule)."""
     names = {cls.__name__ for module in (model, getattr(model, "_orig_mod", model)) for cls in type(module).__mro__}
     return next((kind for name, kind in _WRAPPERS.items() if name in names), "none")
 
@@ -235,5 +230,5 @@ def _compiled(model: nn.Module) -> Compiled:
 
 
 def _is_compiled(module: Any) -> bool:
-    """`torch.compile(module)` makes a wrapper, `module.compile()` sets an attribute."""
+    """Recognize the wrapper of `torch.compile(module)` and the attribute of `module.compile()`."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -91,7 +91,7 @@ def test_precision(values, precision):
 def test_fp16_beside_fp8_is_what_runs_around_it():
     assert meant(fp8=True, fp16=True).recipe.autocast_dtype == "fp16"
     assert meant(fp8=True, fp16=True, bf16=True).recipe.autocast_dtype == "bf16"
-    assert "autocast_fsdp2" in findings(meant(fp8=True, fp16=True, **FSDP2))
+    assert "engine_decides" in findings(meant(fp8=True, fp16=True, **FSDP2))
 
 
 @pytest.mark.parametrize(

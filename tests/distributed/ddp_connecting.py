@@ -1,4 +1,4 @@
-"""Checks of how a model under DDP is connected, of agreed scaling states, and of traffic; run by `ddp_checks.py`."""
+"""Check the connection of a model under DDP, agreed scaling states, and traffic; run by `ddp_checks.py`."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def check_product_counters_are_each_rank_s_own():
 
 
 def check_bytes_that_a_rank_sends():
-    """All bytes count: scales, the map of used weights and scaling states too. DDP's bytes are those of a ring."""
+    """All bytes count: scales, the map of used weights and scaling states too. DDP's own reduction is a ring."""
     figures = {}
     size = dist.get_world_size()
     for spec in ("msamp:O2", {"backend": "native:dynamic", "gradient_comm": "fp8"}):
@@ -263,3 +263,16 @@ def check_buckets_leave_while_backward_runs():
         figures[name] = {"buckets": buckets, "left before the first layer's backward": departed[0]}
         assert departed[0] == buckets - 1 >= 2, figures
     return figures
+
+
+def check_a_mean_does_not_depend_on_the_bucket():
+    """DDP rebuilds its buckets after its first backward, also in a resumed run: one bucket for all gradients, then for
+    few each."""
+    gradients = []
+    for bucket_mb in (25, 0.01):
+        ddp, _ = wrapped({"backend": "native:dynamic", "gradient_comm": "fp8"}, mlp(), bucket_mb=bucket_mb)
+        for _ in range(2):
+            ddp.zero_grad()
+            mse(ddp, mine(0)).backward()
+            gradients.append({name: digest for name, digest in everything(ddp.module).items() if "grad" in name})
+    assert all(each == gradients[0] for each in gradients[1:]) and len(gradients[0]) == 6

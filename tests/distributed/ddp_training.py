@@ -1,4 +1,4 @@
-"""What the checks of DDP share: small models, the same data on every rank's share, and what must be equal."""
+"""Small models, data for every rank, and comparisons between ranks, for the checks of DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mlp(width: int = WIDTH, bias: bool = True) -> nn.Sequential:
 
 
 def wrapped(spec, model: nn.Module, lr: float = 5e-3, bucket_mb: float = 0.01, **options):
-    """(ddp, optimizer), prepared as the documentation says for a loop without Accelerate."""
+    """Return (ddp, optimizer), prepared as documented for a loop without Accelerate."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
     fp8_backends.prepare(model, None, spec)
     ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
@@ -35,7 +35,7 @@ def wrapped(spec, model: nn.Module, lr: float = 5e-3, bucket_mb: float = 0.01, *
 
 
 class Alone:
-    """Gradient hook of a model that each rank trains by itself with all the data: nothing needs to travel."""
+    """Gradient hook of a model trained by each rank alone with all data."""
 
     reduces = True
 
@@ -44,7 +44,7 @@ class Alone:
 
 
 def alone(spec, model: nn.Module, lr: float = 5e-3):
-    """(model, optimizer) that each rank trains for itself."""
+    """Return (model, optimizer), trained by each rank alone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     fp8_backends.prepare(model, optimizer, spec)
     for weight in scaled(model).values():
@@ -99,7 +99,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
-    """Digests of all bytes of parameters, gradients, masters, residuals, states and scales that this rank holds."""
+    """Return digests of all parameters, gradients, masters, residuals, states and scales of this rank."""
     found = {}
     for name, p in model.named_parameters():
         states = optimizer.state.get(p, {}) if optimizer is not None else {}
@@ -112,7 +112,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Every byte; of what O3 and O4 share out over the ranks, the weights."""
+    """Compare every byte, except optimizer states and rests sharded by O3 and O4."""
     held = everything(model, None if getattr(optimizer, "fp8_owners", None) else optimizer)
     if getattr(optimizer, "fp8_owners", None):
         held = {name: value for name, value in held.items() if not name.endswith(" rest")}
@@ -126,13 +126,14 @@ def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def twin_of(ddp: nn.Module) -> nn.Module:
-    """A copy outside of DDP, whose gradients stay on this rank and in FP32: copies have no gradient hooks."""
+    """Copy the model without DDP: gradients stay on this rank and in FP32, since copies have no gradient hooks."""
     model = ddp.module if isinstance(ddp, DistributedDataParallel) else ddp
     return copy.deepcopy(model)
 
 
 def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGEST_ERROR) -> float:
-    """Each gradient of a converted layer is the mean over ranks of what the twins have; the largest relative error."""
+    """Compare each gradient of a converted layer with the mean of the twins' gradients. Return the largest relative
+    error."""
     worst = 0.0
     for (name, p), other in zip(ddp.module.named_parameters(), twin.parameters(), strict=True):
         given = torch.tensor([float(other.grad is not None)])
@@ -154,7 +155,7 @@ def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGES
 
 
 class Traffic:
-    """As a context: counts what is handed to the collectives of `torch.distributed` in Python, by their own names."""
+    """Count calls of the collectives of `torch.distributed` from Python, and their bytes: a context."""
 
     NAMES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
 

@@ -52,27 +52,23 @@ def elements_that_wait(count: int):
         gradient_release.PENDING = before
 
 
-def check_ddp_averages_are_stepped_with_bucket_by_bucket():
-    for index, level in enumerate(LEVELS):
-        comm = "plain" if level == "O2" else "fp8"
-        usual = ddp_training.wrapped({"backend": f"msamp:{level}", "gradient_comm": comm}, ddp_training.mlp())
-        ours = ddp_training.wrapped(released(level, gradient_comm=comm), ddp_training.mlp())
-        with elements_that_wait(SIZES[index % len(SIZES)]):
-            for seed in range(3):
-                assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
-        assert everything(*ours) == everything(*usual)
-        assert_equal_on_all_ranks(*ours)
-
-
-def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
-    usual, ours = (
-        ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in ("msamp:O2", released("O2"))
-    )
-    with elements_that_wait(1):
+def same_as_usual(usual, ours, count: int) -> None:
+    with elements_that_wait(count):
         for seed in range(3):
             assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
     assert everything(*ours) == everything(*usual)
     assert_equal_on_all_ranks(*ours)
+
+
+def check_ddp_averages_are_stepped_with_bucket_by_bucket():
+    for count, level, comm in ((1, "O2", "plain"), (2**13, "O4", "fp8")):
+        specs = {"backend": f"msamp:{level}", "gradient_comm": comm}, released(level, gradient_comm=comm)
+        same_as_usual(*(ddp_training.wrapped(spec, ddp_training.mlp()) for spec in specs), count)
+
+
+def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
+    specs = "msamp:O2", released("O2")
+    same_as_usual(*(ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in specs), 1)
 
 
 def check_accelerate_trains_as_usual():

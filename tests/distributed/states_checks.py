@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from unsealed import unseal
 
 import fp8_backends
-from fp8_backends.comm import zero
+from fp8_backends.comm import ddp
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
@@ -341,7 +341,7 @@ def check_shared_out_states_train_as_whole_ones_do_and_resume():
         reference, its_optimizer = under_ddp(level, make=make, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zero, "MESSAGE", 5000)  # a weight has 4096 bytes: messages end inside of one
+            patch.setattr(ddp, "MESSAGE", 5000)  # a weight has 4096 bytes: messages end inside of one
             assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3))
         assert equal(bits(model), bits(reference))
         saved = whole_state_dicts(model, optimizer)

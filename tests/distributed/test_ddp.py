@@ -10,7 +10,7 @@ from ranks import report, run
 from torch import nn
 
 import fp8_backends
-from fp8_backends.comm.ignore_list import IGNORE_LIST, leaves_nothing
+from fp8_backends.comm.ddp import IGNORE_LIST, leaves_nothing
 from fp8_backends.training.conversion import restore
 
 ON_FOUR_RANKS = (

@@ -1,4 +1,4 @@
-"""The monitor tells what the casts of a training do, and changes nothing."""
+"""The monitor reports the casts of a training, and changes nothing."""
 
 from __future__ import annotations
 
@@ -151,13 +151,15 @@ def test_what_is_computed_again_counts_once(reentrant, tmp_path):
     assert records(plain)[0]["tensors"] == records(again)[0]["tensors"]
 
 
-def test_forwards_that_do_not_train_do_not_count(tmp_path):
+def test_forwards_that_do_not_train_and_copies_do_not_count(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file")
     step(model, optimizer)
     with torch.no_grad():
         model(torch.randn(8, 64))
         model.eval()(torch.randn(8, 64))
     model.train()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied(torch.randn(8, 64)).sum().backward()
     step(model, optimizer)
     assert records(tmp_path / "file")[0]["tensors"]["up"]["input"]["elements"] == 32 * 64
 
@@ -183,19 +185,6 @@ def test_the_log_names_what_loses_much_once(tmp_path, caplog):
         assert "step 2" in lines[0] and sum("up input" in line for line in lines) == 1, caplog.text
 
 
-def test_what_is_not_finite_is_null_in_the_file_and_a_line_in_the_log(tmp_path, caplog):
-    model, optimizer = prepared("native:dynamic", tmp_path / "file")
-    step(model, optimizer)
-    x = torch.randn(16, 64)
-    x[0, 0] = torch.inf
-    with caplog.at_level(logging.WARNING, "fp8_backends"):
-        model(x).square().mean().backward()
-        optimizer.step()
-    entry = records(tmp_path / "file")[0]["tensors"]["up"]["input"]
-    assert entry["amax"] is None and entry["sqnr_db"] is None
-    assert "inf or NaN: up input" in caplog.text
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, caplog):
     """Trackers, the file and the log of a training whose weights become NaN, or only a scale."""
@@ -219,16 +208,7 @@ def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, 
     assert "step 4: inf or NaN: " in caplog.text and ", first down input" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_stops_no_training(tmp_path, caplog):
-    (tmp_path / "no folder").touch()
-    model, optimizer = prepared("native:dynamic", tmp_path / "no folder" / "file")
-    with caplog.at_level(logging.WARNING, "fp8_backends"):
-        for seed in range(4):
-            step(model, optimizer, seed)
-    assert caplog.text.count("statistics cannot be written") == 1
-
-
-def test_a_missing_folder_is_made_and_a_line_that_was_cut_takes_no_sample_along(tmp_path):
+def test_a_missing_folder_is_made_a_cut_line_takes_no_sample_along_and_no_file_stops_a_training(tmp_path, caplog):
     file = tmp_path / "runs" / "file"
     model, optimizer = prepared("native:dynamic", file)
     for seed in range(3):
@@ -236,6 +216,12 @@ def test_a_missing_folder_is_made_and_a_line_that_was_cut_takes_no_sample_along(
     file.write_text(file.read_text() + '{"step": 4, "rec')  # such as by a kill
     step(model, optimizer)
     assert len(samples.read_samples(file).records) == 3
+    file.unlink()
+    file.mkdir()
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        for seed in range(3):
+            step(model, optimizer, seed)
+    assert caplog.text.count("statistics cannot be written") == 1
 
 
 @pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed"])
@@ -271,15 +257,6 @@ def test_a_tensor_of_zeros_has_no_scale(tmp_path):
         optimizer.step()
     entry = records(tmp_path / "file")[0]["tensors"]["up"]["input"]
     assert (str(entry["amax"]), entry["scale"]) == ("0.0", None)
-
-
-def test_a_copy_made_in_a_sampled_step_has_no_monitor(tmp_path):
-    model, optimizer = prepared("native:dynamic", tmp_path / "file")
-    step(model, optimizer)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        copied(torch.randn(8, 64)).sum().backward()
-    step(model, optimizer)
-    assert records(tmp_path / "file")[0]["tensors"]["up"]["input"]["elements"] == 32 * 64
 
 
 def stance():
