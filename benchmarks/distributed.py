@@ -26,12 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends import FP8RecipeKwargs
-from fp8_backends.cli.compare.language_model import build_model
 from fp8_backends.cli.compare.measuring import sent_bytes
-from fp8_backends.cli.compare.settings import Settings, defaults
 from fp8_backends.cli.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.cli.compare.training_run import _schedule
-from fp8_backends.cli.compare.training_text import TrainingText, load_text
+from fp8_backends.cli.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 from fp8_backends.compute import hardware
 
 MEASURED = 3

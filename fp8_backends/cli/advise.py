@@ -20,9 +20,7 @@ from ..recipes.fields import FIELDS
 from ..recipes.handlers import Recipe, resolve
 from ..training.advice import Advice, advise
 from ..words import counted, first_line, share, shortened
-from .compare.language_model import CAUSAL, build_model, inputs, task
-from .compare.settings import Settings, defaults
-from .compare.training_text import TrainingText, load_text
+from .compare.workload import CAUSAL, Settings, TrainingText, build_model, defaults, inputs, load_text, task
 from .config import read
 from .config.training_config import given_fields, yaml_fields
 from .terminal import Progress, paragraphs, table

@@ -24,7 +24,7 @@ COMMANDS = {
         ".config.command",
         "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate",
     ),
-    "doctor": (".doctor.command", "which backends run on this machine, proven by a test, and why not"),
+    "doctor": (".doctor", "which backends run on this machine, proven by a test, and why not"),
     "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
     "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
     "compare": (
@@ -32,7 +32,7 @@ COMMANDS = {
         "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html",
     ),
     "monitor": (
-        ".monitor.command",
+        ".monitor",
         "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
     ),
     "advise": (

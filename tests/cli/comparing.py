@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fp8_backends.cli.compare.checks import checks
 from fp8_backends.cli.compare.comparison import Comparison
-from fp8_backends.cli.compare.settings import Settings
+from fp8_backends.cli.compare.summary import checks
 from fp8_backends.cli.compare.training_run import Run, take_turn
+from fp8_backends.cli.compare.workload import Settings
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"

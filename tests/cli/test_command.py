@@ -11,7 +11,7 @@ import torch
 import fp8_backends
 from fp8_backends.cli import chart
 from fp8_backends.cli.compare.command import backend_names, check_ranks
-from fp8_backends.cli.compare.workers import worker_environment
+from fp8_backends.cli.compare.comparison import worker_environment
 from fp8_backends.cli.main import main
 from fp8_backends.errors import BackendUnavailableError
 from fp8_backends.states.levels import scale_bytes_per_element

@@ -11,8 +11,7 @@ import torch
 import warm_process
 
 import fp8_backends
-from fp8_backends.cli.doctor import command as doctor
-from fp8_backends.cli.doctor import self_test
+from fp8_backends.cli import doctor, self_test
 from fp8_backends.cli.main import main
 from fp8_backends.compute import chips, hardware, registry
 from fp8_backends.compute.hardware import Availability
@@ -127,7 +126,7 @@ def test_what_a_library_raises_is_the_reason(monkeypatch):
 
 TESTS = """
 import os, signal, sys, time
-from fp8_backends.cli.doctor import self_test
+from fp8_backends.cli import self_test
 def test(backend):
     if backend == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if backend == "exit": sys.exit("library is broken")
@@ -267,8 +266,12 @@ def test_rules_that_the_chip_refuses_are_not_tested(monkeypatch):
     assert names[-4:] == [f"te+msamp:{level}" for level in ("O1", "O2", "O3", "O4")]
 
 
-@pytest.mark.parametrize(("code", "output", "driver"), [(0, "580.65\n580.65\n", "580.65"), (9, "no devices", None)])
-def test_the_driver_is_asked_for_its_version(monkeypatch, code, output, driver):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stdout=output))
+@pytest.mark.parametrize(
+    ("script", "driver"), [("echo 580.65; echo 580.65", "580.65"), ("echo no devices; exit 9", None)]
+)
+def test_the_driver_is_asked_for_its_version(monkeypatch, tmp_path, script, driver):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert doctor._driver() == driver

@@ -20,8 +20,8 @@ from transformers import (
     ViTConfig,
 )
 
-from fp8_backends.cli.compare.checks import checks
-from fp8_backends.cli.compare.language_model import CAUSAL, MASKED, build_model, inputs, task
+from fp8_backends.cli.compare.summary import checks
+from fp8_backends.cli.compare.workload import CAUSAL, MASKED, build_model, inputs, task
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
 

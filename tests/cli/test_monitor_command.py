@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fp8_backends.cli.main import main
-from fp8_backends.cli.monitor.command import findings, render
-from fp8_backends.cli.monitor.samples import read_samples, usual_db
+from fp8_backends.cli.monitor import findings, read_samples, render, usual_db
 from fp8_backends.training.watching.monitor import summary
 
 

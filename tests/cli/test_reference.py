@@ -14,7 +14,7 @@ from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.compare import summary
 from fp8_backends.cli.compare.command import announce, conclude
 from fp8_backends.cli.compare.training_run import Run
-from fp8_backends.cli.compare.training_text import load_text
+from fp8_backends.cli.compare.workload import load_text
 
 
 def asked(*options):

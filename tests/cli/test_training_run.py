@@ -5,7 +5,7 @@ import torch
 from cli.comparing import checks_by_name, compared, planted, tiny_settings
 
 from fp8_backends.cli.compare import training_run
-from fp8_backends.cli.compare.training_text import load_text
+from fp8_backends.cli.compare.workload import load_text
 
 MOVED = "every trainable parameter moved"
 PRODUCTS = "every eligible layer ran its products in FP8"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cli.comparing import write_text
 
-from fp8_backends.cli.compare.training_text import load_text
+from fp8_backends.cli.compare.workload import load_text
 from fp8_backends.errors import FP8BackendError
 
 

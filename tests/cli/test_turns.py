@@ -12,17 +12,16 @@ import torch
 import warm_process
 from cli.comparing import InProcess, Silent, tiny_settings
 
-from fp8_backends.cli.compare import workers
-from fp8_backends.cli.compare.checks import checks
-from fp8_backends.cli.compare.comparison import Comparison, Timetable
-from fp8_backends.cli.compare.training_text import TrainingText, load_text
-from fp8_backends.cli.compare.workers import Worker, dismiss
+from fp8_backends.cli.compare import comparison as comparing
+from fp8_backends.cli.compare.comparison import Comparison, Timetable, Worker, dismiss
+from fp8_backends.cli.compare.summary import checks
+from fp8_backends.cli.compare.workload import TrainingText, load_text
 from fp8_backends.errors import RecipeError
 
 
 @pytest.fixture
 def warm_workers(monkeypatch):
-    monkeypatch.setattr(workers.sys, "executable", warm_process.python())
+    monkeypatch.setattr(comparing.sys, "executable", warm_process.python())
 
 
 class Recorded(Silent):

@@ -18,11 +18,9 @@ from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from ...words import counted
 from ..terminal import duration, paragraphs, table, wrapped
-from . import settings as defaults
 from . import summary
-from .checks import checks, verdict
 from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, BarProgress, Comparison, LineProgress
-from .settings import BASELINES, REFERENCES, Settings
+from .workload import BASELINES, REFERENCES, Settings, defaults, fast_fp8
 
 _DESCRIPTION = """\
 Trains a language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
@@ -52,7 +50,7 @@ _NUMBERS = (
         "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
     ),
 )
-"""Flag, type, default, metavar and help of each option that takes a number above zero."""
+"""Flag, type, default, metavar and help of each option with a number above zero."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,14 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison; 0 when no check failed, 1 when one did, 128 + the signal when terminated."""
+    """Run the comparison; return 1 if a check failed, 128 + the signal if terminated, else 0."""
     settings = settings_from(args)
     comparison: Comparison | None = None
     received: list[int] = []
 
     def terminate(number, frame) -> None:
         received.append(number)
-        if len(received) == 1:  # an impatient second must not keep the results from disk
+        if len(received) == 1:  # an impatient second signal must not prevent writing the results
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -106,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Put every setting in place; the backends as they were written, because to resolve them takes seconds."""
+    """Return the settings; `run` resolves the backends later, after the first line, because that takes seconds."""
     device = "cuda" if hardware.has_gpu() else "cpu"
-    values = defaults.defaults(defaults.fast_fp8(device))
+    values = defaults(fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
@@ -126,7 +124,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def check_ranks(ranks: int, batch: int, device: str) -> None:
-    """Raise for a number of ranks that the batch or the machine cannot serve."""
+    """Raise if the batch or the machine does not suit this number of ranks."""
     if batch % ranks:
         raise RecipeError(
             f"--nproc {ranks}: a batch of {batch} sequences cannot be shared evenly among {ranks} ranks; "
@@ -142,9 +140,9 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 
 def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
-    """Return canonical names, without repetitions and without the reference, which is always there.
+    """Return canonical names without repetitions and without the reference.
 
-    Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run here.
+    Raises `RecipeError` for an invalid backend string, `BackendUnavailableError` for one that cannot run here.
     """
     names: dict[str, None] = {}
     for word in words:
@@ -169,13 +167,13 @@ def _positive(kind: type):
     return parse
 
 
-# What is printed
+# Printed text
 
-_MARKS = {"passed": "ok", "failed": "FAIL", "not resolved": "?"}
+_MARKS = {True: "ok", False: "FAIL", None: "?"}
 
 
 def announce(settings: Settings) -> None:
-    """Print what is known before anything is loaded."""
+    """Print the known facts before anything is loaded."""
     backends = ", ".join(name for name in settings.backends if name != settings.reference)
     limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
     text = (
@@ -200,14 +198,13 @@ def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
 
     # as markup, `:O2:` would be an emoji
     description = rich.TextColumn("{task.description:<44}", markup=False)
-    remaining = rich.TextColumn("{task.fields[left]}")
     columns = (rich.BarColumn(bar_width=None), rich.TaskProgressColumn(), rich.TimeElapsedColumn())
-    with rich.Progress(description, *columns, remaining) as bars:
+    with rich.Progress(description, *columns, rich.TextColumn("{task.fields[left]}")) as bars:
         yield BarProgress(bars)
 
 
 def conclude(comparison: Comparison) -> None:
-    """Print the verdict, the table, the reference's own spread, the checks, and where everything lies."""
+    """Print the verdict, the table, the reference's own spread, the checks and the paths of the results."""
     results = comparison.results
     headings, rows = summary.columns(results), summary.rows(results)
     cells = [[summary.cell(row, key) for key in headings] for row in rows]
@@ -215,10 +212,10 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = [str(verdict(results))]
-    parts += [table([list(headings.values()), *cells]), paragraphs(notes), wrapped(summary.spread_line(results))]
-    for backend, done in checks(results).items():
-        lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in done]
+    parts = [str(summary.verdict(results)), table([list(headings.values()), *cells]), paragraphs(notes)]
+    parts.append(wrapped(summary.spread_line(results)))
+    for backend, made in summary.checks(results).items():
+        lines = [(_MARKS[check.passed], f"{check.name} ({check.detail})") for check in made]
         if lines:
             parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
     if results["status"] == "finished" and results["note"]:
