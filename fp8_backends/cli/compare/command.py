@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,9 +15,9 @@ from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from ...words import counted
-from ..terminal import duration, paragraphs, table, wrapped
+from ..terminal import Progress, duration, paragraphs, table, wrapped
 from . import summary
-from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, BarProgress, Comparison, LineProgress
+from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, Comparison, Log
 from .workload import BASELINES, REFERENCES, Settings, defaults, fast_fp8
 
 _DESCRIPTION = """\
@@ -89,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
         announce(settings)
         settings.backends = backend_names(settings.backends, settings.reference)
         comparison = Comparison(settings, args.output)
-        with progress_display(comparison) as progress:
-            comparison.run(progress)
+        introduce(comparison)
+        with Progress("comparing") as display:
+            comparison.run(Log(display))
     except KeyboardInterrupt:
         pass
     finally:
@@ -184,23 +183,12 @@ def announce(settings: Settings) -> None:
     print(wrapped(text), flush=True)
 
 
-@contextmanager
-def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
-    """Show bars on a terminal, one line a run elsewhere."""
+def introduce(comparison: Comparison) -> None:
+    """Print the task, the text and the ranks."""
     results = comparison.results
     parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
     print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
     print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
-    if not sys.stdout.isatty():
-        yield LineProgress()
-        return
-    from rich import progress as rich
-
-    # as markup, `:O2:` would be an emoji
-    description = rich.TextColumn("{task.description:<44}", markup=False)
-    columns = (rich.BarColumn(bar_width=None), rich.TaskProgressColumn(), rich.TimeElapsedColumn())
-    with rich.Progress(description, *columns, rich.TextColumn("{task.fields[left]}")) as bars:
-        yield BarProgress(bars)
 
 
 def conclude(comparison: Comparison) -> None:

@@ -25,7 +25,7 @@ import torch
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
 from ...words import counted, finite
-from ..terminal import duration
+from ..terminal import Progress, duration
 from . import summary
 from .report_page import render
 from .summary import checks, verdict
@@ -35,10 +35,16 @@ RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
-class LineProgress:
-    """Print a line for each finished part, and every 30 seconds the position in a long run."""
+class Log:
+    """Print a line for each finished part, and show the current step on a terminal, or every 30 seconds in a file."""
 
-    def inspecting(self, backend: str) -> None: ...
+    def __init__(self, display: Progress) -> None:
+        self.display = display if sys.stdout.isatty() else None
+        self.last_line = time.monotonic()
+
+    def inspecting(self, backend: str) -> None:
+        if self.display:
+            self.display(f"{backend}: first steps")
 
     def inspected(self, backend: str, step_seconds: float) -> None:
         self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
@@ -57,9 +63,12 @@ class LineProgress:
         self.began = time.monotonic()
 
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        if time.monotonic() - self.last_line > 30:
-            steps = self.comparison.settings.steps
-            self.say(f"{backend} seed {seed}: step {step} of {steps}, loss {_loss(loss, 3)}")
+        text = f"{backend} seed {seed}: step {step} of {self.comparison.settings.steps}, loss {_loss(loss, 3)}"
+        if self.display:
+            elapsed, left = self.comparison.elapsed, self.comparison.seconds_left(backend, step)
+            self.display(f"{text}, {duration(left)} left", elapsed / (elapsed + left))
+        elif time.monotonic() - self.last_line > 30:
+            self.say(text)
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
         seconds = time.monotonic() - self.began
@@ -71,40 +80,6 @@ class LineProgress:
     def say(self, line: str) -> None:
         self.last_line = time.monotonic()
         print(line, flush=True)
-
-
-class BarProgress(LineProgress):
-    """Show on a terminal one bar over everything, in seconds, and one for the current run, in steps."""
-
-    def __init__(self, bars) -> None:
-        self.bars = bars
-        self.whole = bars.add_task("all backends", total=None, left="")
-        self.current = bars.add_task("loading libraries", total=None, left="")
-
-    def inspecting(self, backend: str) -> None:
-        self.bars.update(self.current, description=f"{backend}: first steps observed")
-
-    def run_started(self, backend: str, seed: int) -> None:
-        super().run_started(backend, seed)
-        self.bars.reset(self.current, total=self.comparison.settings.steps)
-        self.step(backend, seed, 0, None)
-
-    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        loss_text = f", loss {_loss(loss, 3)}" if step else ""
-        description = f"{backend} seed {seed + 1}/{self.comparison.settings.seeds}{loss_text}"
-        self.bars.update(self.current, completed=step, description=description)
-        self._show_remaining(backend, step)
-
-    def run_finished(self, backend: str, run: dict[str, Any]) -> None:
-        self._show_remaining()
-        super().run_finished(backend, run)
-
-    def _show_remaining(self, *current) -> None:
-        elapsed, seconds = self.comparison.elapsed, self.comparison.seconds_left(*current)
-        self.bars.update(self.whole, completed=elapsed, total=elapsed + seconds, left=f"{duration(seconds)} left")
-
-    def say(self, line: str) -> None:
-        self.bars.console.print(line, highlight=False, markup=False, emoji=False)
 
 
 def _loss(value: float | None, digits: int = 4) -> str:
@@ -160,7 +135,7 @@ class Comparison:
         seeds, timetable = self.settings.seeds, self.timetable
         return sum((seeds - done) * timetable.run_seconds(name, self.settings) for name, done in runs.items())
 
-    def run(self, progress: LineProgress) -> None:
+    def run(self, progress: Log) -> None:
         """Train every backend. After an early end all finished runs are on disk."""
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +175,7 @@ class Comparison:
     def _worker(self, arguments: list[str]) -> Worker:
         return Worker(arguments, self.settings.nproc)
 
-    def _train(self, progress: LineProgress) -> None:
+    def _train(self, progress: Log) -> None:
         """Train seed by seed over all backends, so that finished seeds are comparable at any time."""
         for seed in range(self.settings.seeds):
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
@@ -215,7 +190,7 @@ class Comparison:
                 self._follow(backend, progress, "run")
                 self.timetable.measured[backend].append(time.monotonic() - began)
 
-    def _follow(self, backend: str, progress: LineProgress, last: str, times: int = 1) -> None:
+    def _follow(self, backend: str, progress: Log, last: str, times: int = 1) -> None:
         """Record a worker's events until its turn is over. A worker that ends in mid-turn has failed."""
         worker, report = self.workers[backend], self.results["backends"][backend]
         for event in worker.events(last, times):
