@@ -212,29 +212,29 @@ def columns(results: Results) -> dict[str, str]:
     return {"backend": "backend", **(speed | others if results["fast_fp8"] else others | speed)}
 
 
-_FORMATS = {
-    "tokens_per_second": "{:,.0f}",
-    "final_train_loss": "{:.4f}",
-    "held_out_loss": "{:.4f}",
-    "bytes_per_parameter": "{:.2f}",
+_CELLS = {
+    "tokens_per_second": "{:,.0f}".format,
+    "speed_ratio": change,
+    "bytes_per_parameter": "{:.2f}".format,
+    "flops_share": share,
+    **dict.fromkeys(("sent_bytes", "peak_memory_bytes"), readable_bytes),
+    **dict.fromkeys(("final_train_loss", "held_out_loss"), "{:.4f}".format),
 }
 
 
 def cell(row: Row, key: str) -> str:
     """Return the text of one cell."""
     value = getattr(row, key)
-    if key in ("tokens_per_second", "speed_ratio") and row.emulated:
+    if row.emulated and key in ("tokens_per_second", "speed_ratio"):
         return "emulated"
     if value is None:
         return "–"
-    if not math.isfinite(getattr(value, "mean", value) if key in ("gap", "final_train_loss", "held_out_loss") else 0):
+    number = value.mean if isinstance(value, Gap) else value
+    if isinstance(number, float) and not math.isfinite(number):
         return "not finite"
-    if key in ("speed_ratio", "flops_share"):
-        return change(value) if key == "speed_ratio" else share(value)
-    if key in ("sent_bytes", "peak_memory_bytes"):
-        compared = key == "peak_memory_bytes" and row.memory_ratio is not None
-        return readable_bytes(value) + (f" ({change(row.memory_ratio)})" if compared else "")
-    return _FORMATS.get(key, "{}").format(value)
+    if key == "peak_memory_bytes" and row.memory_ratio is not None:
+        return f"{readable_bytes(value)} ({change(row.memory_ratio)})"
+    return _CELLS.get(key, str)(value)
 
 
 def ranks_text(results: Results) -> str:
