@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
-    """Show the model, the table of trials, the answer, and the recipe to paste."""
     about = [("model", subject.title), ("text", subject.text), *(("note", note) for note in subject.notes)]
     legend = [
         ("advice", advice.verdict),
@@ -96,8 +95,6 @@ TEXT_MB = 1.0
 
 @dataclass
 class Subject:
-    """A model and its batches of `text`."""
-
     title: str
     model: nn.Module
     batches: list[Any]

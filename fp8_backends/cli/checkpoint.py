@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Describe the checkpoints; return 1 if none of them is whole."""
     name = shortened(str(args.folder))
     try:
         folders = manifest.checkpoints_in(args.folder) or [args.folder]

@@ -95,7 +95,6 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Describe every visible GPU."""
     devices = []
     for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
         gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8

@@ -26,7 +26,6 @@ class Example(NamedTuple):
 
 
 def examples() -> dict[str, Example]:
-    """Return all examples by name."""
     by_name = {}
     for script in sorted(FOLDER.glob("*.py")):
         docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))

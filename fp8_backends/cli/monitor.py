@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Tensor:
-    """One tensor of one layer in all samples."""
-
     layer: str
     name: str
     """`input`, `weight`, `grad_output`, or a stored state of a level."""
@@ -122,8 +120,6 @@ def usual_db(fmt: str) -> float:
 
 @dataclass
 class Samples:
-    """Contents of a file."""
-
     path: Path
     records: list[dict[str, Any]]
     """In the order of their steps; the later record of a step trained again after a resume."""
@@ -142,7 +138,6 @@ class Samples:
 
     @property
     def title(self) -> list[str]:
-        """The recipe, the number of samples and their steps."""
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         return [self.last["recipe"], counted(len(self.records), "sample"), steps]
 
@@ -252,7 +247,6 @@ def as_json(samples: Samples) -> dict[str, Any]:
 
 
 def in_words(samples: Samples, worst: int) -> str:
-    """Show findings, the worst tensors and remarks."""
     recipe, *counts = samples.title
     parts = [f"{recipe}: {', '.join(counts)}", str(findings(samples))]
     for columns, tensors in ((CAST_COLUMNS, samples.casts), (STORED_COLUMNS, samples.stored)):
@@ -315,7 +309,6 @@ def findings(samples: Samples) -> Verdict:
 
 
 def remarks(samples: Samples) -> list[tuple[str, str]]:
-    """Explain the numbers, each remark with its label."""
     last = samples.last
     rows = [
         ("casts", f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first"),
@@ -337,7 +330,6 @@ def remarks(samples: Samples) -> list[tuple[str, str]]:
 
 
 def render(samples: Samples) -> str:
-    """Return the whole page."""
     facts = [*samples.title, counted(len(samples.last["tensors"]), "layer")]
     sections = {
         "Where most is lost": _table(CAST_COLUMNS, samples.casts),

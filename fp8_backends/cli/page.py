@@ -72,12 +72,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def aside(text: str) -> str:
-    """Write a remark below a table or chart."""
     return f'<p class="aside">{escape(text, quote=False)}</p>'
 
 
 def bullets(items: Iterable[str], css: str = "") -> str:
-    """Make a list of HTML items."""
     return f'<ul class="{css}">{"".join(f"<li>{item}</li>" for item in items)}</ul>'
 
 

@@ -57,8 +57,6 @@ _MARK = "fp8_backends self-test: "
 
 @dataclass
 class SelfTest:
-    """Result of one test."""
-
     backend: str
     proven: bool
     reason: str
@@ -70,7 +68,6 @@ class SelfTest:
     gradient_error: float | None = None
     """Maximum over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
     products: int = 0
-    """Counted FP8 products."""
     engine: str = ""
     bytes_per_element: float | None = None
     seconds: float = 0.0
@@ -182,7 +179,6 @@ def _test(backend: str) -> SelfTest:
 
 
 def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
-    """Yield objections to the proof."""
     for name, missing in incomplete_layers(report, recipe).items():
         yield f"layer {name} made no {' '.join(missing)} in FP8"
     if len(report.products) != _LAYERS:

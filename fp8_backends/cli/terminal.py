@@ -43,7 +43,6 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lay out a text without a label."""
     return paragraphs([("", text)], label_width=0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
 
@@ -117,3 +119,29 @@ PLANTS = {"frozen": freeze, "flipped-wgrad": lambda weight, _: weight.register_h
 
 def checks_by_name(comparison: Comparison, backend: str) -> dict[str, bool | None]:
     return {check.name: check.passed for check in checks(comparison.results)[backend]}
+
+
+class _Tags(HTMLParser):
+    """Check that tags close in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check_page(html: str) -> None:
+    """Check that a page is one well-formed file without scripts and outside references."""
+    tags = _Tags()
+    tags.feed(html)
+    assert not tags.open
+    assert not re.search(r"<script|src=|href=|url\(|@import|https?://", html)

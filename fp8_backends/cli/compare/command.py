@@ -184,7 +184,6 @@ def announce(settings: Settings) -> None:
 
 
 def introduce(comparison: Comparison) -> None:
-    """Print the task, the text and the ranks."""
     results = comparison.results
     parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
     print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))

@@ -245,7 +245,6 @@ class Comparison:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe the machine of the measurements."""
     facts: dict[str, Any] = {
         "device": device,
         "processor": hardware.cpu_name(),
@@ -316,7 +315,6 @@ class Worker:
 
 
 def dismiss(workers: Iterable[Worker]) -> None:
-    """Let waiting workers end."""
     for worker in workers:
         worker.process.stdin.close()
     for worker in workers:
@@ -325,7 +323,6 @@ def dismiss(workers: Iterable[Worker]) -> None:
 
 
 def stop(workers: Iterable[Worker]) -> None:
-    """Terminate workers, idle or busy."""
     running = [worker for worker in workers if worker.process.poll() is None]
     for worker in running:
         worker.process.terminate()

@@ -49,7 +49,6 @@ def render(results: Results) -> str:
 
 
 def _colors(results: Results) -> dict[str, str]:
-    """Return the CSS colour of each backend."""
     reference = summary.reference_of(results)
     others = [name for name in results["backends"] if name != reference]
     return {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)} | {reference: "var(--reference)"}

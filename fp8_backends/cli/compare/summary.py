@@ -143,7 +143,6 @@ class Row:
 
 
 def rows(results: Results) -> list[Row]:
-    """Return one row for each backend, in the order of the comparison."""
     return [_row(results, name) for name in results["backends"]]
 
 
@@ -223,7 +222,6 @@ _CELLS = {
 
 
 def cell(row: Row, key: str) -> str:
-    """Return the text of one cell."""
     value = getattr(row, key)
     if row.emulated and key in ("tokens_per_second", "speed_ratio"):
         return "emulated"
@@ -403,7 +401,6 @@ _FIRST_INTERVAL, _MOST_SEEDS = 5, 30
 
 
 def _advice(results: Results, backends: list[str]) -> Iterator[str]:
-    """Return the number of seeds to resolve the gaps of these backends."""
     bound = results["settings"]["loss_gap_bound"]
     gaps = [gap for backend in backends if (gap := gap_to_reference(results, backend)) is not None]
     needed = [_seeds_to_resolve(gap, bound) for gap in gaps if gap.verdict(bound) == "not resolved"]

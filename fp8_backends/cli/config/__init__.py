@@ -129,7 +129,6 @@ _OPTIONS = {
 
 
 def explained(config: TrainingConfig, findings: list[Finding]) -> str:
-    """Explain the file, with notes and findings."""
     meaning = paragraphs([*_meaning(config), *(("note", note) for note in config.notes)], 10)
     rows = []
     for finding in findings:

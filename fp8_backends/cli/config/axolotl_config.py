@@ -212,7 +212,6 @@ def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
 
 
 def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Accelerate's keys for the engine."""
     keys = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False}
     if parallel == "deepspeed":
         block = {"deepspeed_config_file": file.values["deepspeed"]}
@@ -225,7 +224,6 @@ def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> di
 
 
 def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:
-    """Return further arguments of `validate`."""
     flags = (name for key, name in _ATTENTION_FLAGS.items() if _is_on(file, key))
     attention = file.values.get("attn_implementation")
     checkpointing = _is_on(file, "gradient_checkpointing", "offload", "offload_disk")

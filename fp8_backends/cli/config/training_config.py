@@ -31,7 +31,6 @@ class TrainingConfig:
     """The settings of a configuration that FP8 depends on."""
 
     source: str
-    """Name of the file."""
     system: str
     """"accelerate" or "axolotl"."""
     mixed_precision: str

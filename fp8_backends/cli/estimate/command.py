@@ -209,7 +209,6 @@ _SHARDINGS = {
 
 
 def text(workload: Workload, device: Device, estimates: list[Estimate], advice: Iterable[str] = ()) -> str:
-    """Return the tables and their legend."""
     known = [each for each in estimates if not each.refused]
     unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
     model = workload.model.title

@@ -66,8 +66,6 @@ USABLE = 0.92
 
 @dataclass(kw_only=True)
 class Workload:
-    """The training to estimate."""
-
     model: ModelShape
     batch: int = 1
     """Sequences in the batch of one device."""
@@ -95,7 +93,6 @@ class Estimate:
     master: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
-    """States of the optimizer."""
     buffers: float = 0.0
     """Buffers of the model, including FP8 scaling states, and DDP's buckets."""
     copies: float = 0.0
@@ -107,7 +104,6 @@ class Estimate:
     peak_at: str = ""
     """Region of the step with that moment."""
     sent: float = 0.0
-    """Bytes sent to other devices."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of the FLOPs of weight products."""
     parameters: float = 0.0
@@ -370,7 +366,6 @@ class Rank:
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
 
     def step(self) -> StepTrace:
-        """Return the same step on this rank."""
         trace = self.trace
         return replace(
             trace,

@@ -108,7 +108,6 @@ class ModelShape:
         return {first: torch.zeros(batch, *shape), "labels": labels}
 
     def samples(self, batch: int, sequence: int) -> str:
-        """Describe a batch in words."""
         first = _model_class(self.config).main_input_name
         if first == _IMAGES:
             return f"{counted(batch, 'image')} of {self._image[0]} x {self._image[1]} pixels"

@@ -93,7 +93,6 @@ class MemoryTracker(TorchDispatchMode):
         self._answers = 0
 
     def enter(self, region: str) -> None:
-        """Start or continue a region."""
         self.region = region
         self._note_peak()
 
@@ -110,7 +109,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._storages[key] = storage._replace(part=part)
 
     def assign_all(self, old: str, part: str) -> None:
-        """Move everything of one part to another."""
         for key, storage in self._storages.items():
             if storage.part == old:
                 self._storages[key] = storage._replace(part=part)
@@ -196,14 +194,11 @@ class StepTrace:
 
 @dataclass(kw_only=True)
 class StepSettings:
-    """Training settings of the traced step."""
-
     recipe: Recipe | None
     """None: no FP8. TransformerEngine, which runs only on GPUs, is traced as its native equivalent."""
     autocast: torch.dtype | None = torch.bfloat16
     """Dtype of products outside FP8; None: that of the weights."""
     checkpointing: bool = False
-    """Activation checkpointing of each block."""
     releases: Literal["all", "scaled", "none"] = "none"
     """Gradients to drop inside backward; under DDP only those of scaled weights."""
 
@@ -298,8 +293,6 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
 
 
 class _Step:
-    """Trace a prepared model and its optimizer."""
-
     def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
         self.model, self.settings, self.tracker = model, settings, tracker
         if settings.checkpointing:
@@ -416,7 +409,6 @@ class _Regions:
         blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
 
     def turn(self) -> None:
-        """Switch to backward."""
         self.goes_back = True
         self.tracker.enter("backward of the head")
 
