@@ -1,4 +1,4 @@
-"""A backend of one's own: native products, with FP8 only for layers that are wide enough. It has a field of its own.
+"""Register a custom backend: native products, FP8 only for wide layers, and a new field.
 
 python custom_backend.py --backend wide:rowwise
 """

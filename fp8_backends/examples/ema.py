@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (EMA), with torch.optim.swa_utils. Nothing of it is lost to FP8.
+"""Average the weights (EMA) with torch.optim.swa_utils, in full precision.
 
 python ema.py --backend msamp:O2
 """
