@@ -21,7 +21,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs on through the woo
 
 
 def write_text(folder: Path, files: int = 20) -> Path:
-    """A folder of small text files that differ from one another."""
+    """Write a folder of small, different text files."""
     folder.mkdir(parents=True, exist_ok=True)
     words = WORDS.split()
     for number in range(files):

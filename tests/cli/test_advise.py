@@ -49,7 +49,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_saved_model_is_measured_with_its_weights(folder, capsys):
+def test_a_saved_model_keeps_its_weights(folder, capsys):
     arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", *SMALL]
     assert main([*arguments, "--max_trials", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

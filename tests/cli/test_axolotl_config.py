@@ -100,7 +100,7 @@ def test_prefixed_keys_mean_the_same():
     assert meant(fsdp_version=2, fsdp_config=prefixed).for_accelerate() == meant(**FSDP2).for_accelerate()
 
 
-def test_efficient_loading_is_off_unless_said():
+def test_efficient_loading_is_off_by_default():
     """The launcher's own default is on."""
     config = meant(fp8=True, fsdp_version=2, fsdp_config={"reshard_after_forward": True})
     assert config.accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False

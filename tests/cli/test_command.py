@@ -34,7 +34,7 @@ def test_version(capsys):
     assert ended.value.code == 0 and fp8_backends.__version__ in capsys.readouterr().out
 
 
-def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2():
+def test_python_dash_m_refuses_an_unknown_command():
     ended = run_python("-m", "fp8_backends", "nonsense")
     assert ended.returncode == 2 and "nonsense" in ended.stderr and "compare" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -72,7 +72,7 @@ def test_an_impossible_comparison_exits_with_2_and_one_message(capsys, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_loaded():
+def test_the_first_line_precedes_loading_libraries():
     ask = """if True:
         import sys
         from fp8_backends.cli import main

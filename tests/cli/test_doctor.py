@@ -26,7 +26,7 @@ def warm(monkeypatch):
     monkeypatch.setattr("sys.executable", warm_process.python())
 
 
-def test_every_backend_is_listed_with_a_fix_where_it_cannot_run(capsys):
+def test_every_backend_is_listed_with_a_fix_for_unavailable_ones(capsys):
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
     assert main(["doctor", "--no-test", "--json"]) == 0
@@ -45,7 +45,7 @@ def test_every_backend_is_listed_with_a_fix_where_it_cannot_run(capsys):
     assert f"train in {found['advice']['precision']}" in printed
 
 
-def test_all_that_can_run_is_tested_and_proven(capsys):
+def test_every_available_backend_is_proven(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     tests = {test["backend"]: test for test in found["tests"]}

@@ -32,7 +32,7 @@ def printed_by(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys, monkeypatch):
+def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
     code, printed = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
@@ -76,8 +76,7 @@ WHISPER = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1}
     ids=["T5", "Whisper"],
 )
 def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens, tmp_path, capsys):
-    """Both stacks, with the class that has both. A transcript of Whisper's has at most 448 tokens, and the positions of
-    its encoder do not train."""
+    """Whisper's transcripts have at most 448 tokens, and its encoder's positions do not train."""
     config.save_pretrained(tmp_path)
     code, printed = printed_by(capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80")
     assert code == 0 and printed.err == f"tracing a training step of {tmp_path} …\n"
@@ -107,7 +106,7 @@ def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens,
         (["MODEL", "--sequence", "512"], "exceeds the model's 256 positions"),
     ],
 )
-def test_what_cannot_be_estimated_exits_with_2_and_one_message(config, capsys, arguments, expected):
+def test_invalid_arguments_exit_with_2_and_one_message(config, capsys, arguments, expected):
     code, printed = printed_by(capsys, *(config if each == "MODEL" else each for each in arguments))
     assert code == 2 and expected in printed.err and printed.err.startswith("fp8-backends estimate: ")
     assert "Traceback" not in printed.err and not printed.out
@@ -129,8 +128,7 @@ def advised(config, chip, *backends):
     return fp8_advice(ModelShape("", config), device_named(chip), list(backends))
 
 
-def test_where_fp8_brings_no_speed_one_line_says_so():
-    """For all backends at once, or for those of which it is true; nothing where the chip is not known."""
+def test_advice_names_chips_and_models_without_speed():
     small, large = LlamaConfig(num_hidden_layers=1), LlamaConfig(num_hidden_layers=32)
     assert advised(large, "h100", "native:dynamic") == [] and advised(small, "80", "native:dynamic") == []
     assert advised(small, "h100") == []
@@ -142,7 +140,7 @@ def test_where_fp8_brings_no_speed_one_line_says_so():
     assert "of FP8 with ao:tensorwise: less than half of the products" in line
 
 
-def test_what_auto_means_on_a_chip_with_fp8_products_is_said():
+def test_advice_names_the_choice_of_auto():
     (line,) = auto_advice(device_named("h100"))
     assert line.startswith("without TransformerEngine auto means ao there: no training by native")
     assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []

@@ -136,7 +136,7 @@ def test_static_bytes_and_peak_match_a_live_training(name, subtests):
 
 @pytest.mark.slow
 def test_fused_head_matches_a_live_training(monkeypatch):
-    """A CPU's loss makes FP32 copies of a chunk's logits, where a GPU has one kernel."""
+    """A CPU's loss copies a chunk's logits in FP32; a GPU has one kernel."""
     shape, batch, sequence = ModelShape("Llama", llama(vocab_size=4096)), 4, 64
     workload = Workload(model=shape, batch=batch, sequence=sequence)
     fused = {"backend": "msamp:O2", "fused_head": True}
@@ -179,7 +179,7 @@ def test_growth_from_a_few_layers_matches_the_whole_model(config, checkpointing,
 
 
 def test_temporary_copies_of_a_kernel_do_not_count():
-    """Fake tensors run the reference, which makes FP32 copies."""
+    """Fake tensors run the reference with its FP32 copies."""
     with FakeTensorMode(), MemoryTracker() as tracker:
         values = torch.zeros(256, 256, dtype=torch.bfloat16)
         made = quantize(values, E4M3)
@@ -286,7 +286,7 @@ def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():
 
 @pytest.mark.slow
 def test_sent_bytes_and_shares_match_two_recorded_ranks(subtests):
-    """DDP within 1 %; FSDP2 within 4 %, with gloo's all-reduce counted as the reduce-scatter that it replaces."""
+    """DDP within 1 %; FSDP2 within 4 %, with gloo's all-reduce counted as a reduce-scatter."""
     on_ranks = [each for each in RECORDED if each["ranks"] > 1]
     assert {each["sharding"] for each in on_ranks} == {"ddp", "fsdp2"}
     shape = ModelShape("", llama(3, hidden_size=128, intermediate_size=352, num_attention_heads=4, vocab_size=256))

@@ -40,7 +40,7 @@ def written(tmp_path, *records):
 
 @pytest.fixture
 def troubled(tmp_path):
-    """A weight that lost much earlier, a gradient that is clipped, and states of a level."""
+    """Write an earlier loss of a weight, a clipped gradient, and states of a level."""
     weights = [entry(12.0), entry(31.4)]
     gradient = entry(19.0, saturated=0.02, fmt="e5m2", scale=[2.0, 8.0])
     steps = [
@@ -62,7 +62,7 @@ def test_the_table_has_the_worst_first_and_names_it(troubled, capsys):
     assert next(line for line in lines if "exp_avg" in line).split()[3:5] == ["25", "%"]
 
 
-def test_a_healthy_run_is_called_so(tmp_path):
+def test_a_healthy_run_is_good(tmp_path):
     samples = read_samples(written(tmp_path, record(10), record(20)))
     assert findings(samples).mood == "good" and not findings(samples).details
 
@@ -81,14 +81,14 @@ NAN = {**entry(None, None, None, amax=None, scale=[None, 4.0]), "exponents": [9,
 
 @pytest.fixture
 def spoiled(tmp_path):
-    """Values that become NaN at step 200, in a layer's input first."""
+    """Write values with NaN from step 200 on, first in a layer's input."""
     steps = [record(step, input=NAN if step > 100 else entry(), grad_output=entry()) for step in (100, 200, 300)]
     for each in steps:
         each["tensors"]["model.layers.0.o_proj"] = {"grad_output": NAN if each["step"] > 100 else entry(9.0)}
     return written(tmp_path, *steps)
 
 
-def test_a_run_of_nan_looks_bad_in_table_and_page_which_name_its_first_step(spoiled, capsys, monkeypatch):
+def test_a_run_of_nan_is_bad_in_table_and_page(spoiled, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["monitor", str(spoiled)]) == 0
     out = capsys.readouterr().out
