@@ -142,19 +142,10 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return level
 
 
-def _level(name: str, report: Audit, transient: float, gemm: str, comm: str, precision: str) -> Level:
-    return Level(
-        name,
-        gemm=gemm,
-        comm=comm,
-        weight=_precisions(report.dtypes["weight"]),
-        master=_precisions(report.dtypes.get("master", "")),
-        gradient=_precisions(report.dtypes["gradient"]),
-        optimizer=_precisions(report.dtypes["optimizer"]),
-        bytes_per_element=report.bytes_per_element["total"],
-        transient_bytes_per_element=round(transient, 3),
-        precision=precision,
-    )
+def _level(name: str, report: Audit, transient: float, **values: str) -> Level:
+    parts = {part: _precisions(report.dtypes.get(part, "")) for part in ("weight", "master", "gradient", "optimizer")}
+    sizes = {"bytes_per_element": report.bytes_per_element["total"], "transient_bytes_per_element": round(transient, 3)}
+    return Level(name, **parts, **sizes, **values)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> float:

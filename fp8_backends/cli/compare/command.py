@@ -27,46 +27,35 @@ with their 95 % intervals, memory and speed. It goes seed by seed over all backe
 each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done. A
 check that so few seeds and steps do not resolve is named, and has neither passed nor failed."""
 
-_NUMBERS = (
-    ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
-    ("--steps", int, None, "N", "training steps (80; on a GPU with FP8, 60)"),
-    ("--seeds", int, None, "N", "runs of each backend (5; on a GPU with FP8, 3)"),
-    (
-        *("--minutes", float, None, "M"),
-        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
-        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)",
-    ),
-    ("--batch", int, None, "N", "sequences in a batch (8; on a GPU with FP8, 2)"),
-    ("--sequence", int, None, "N", "tokens in a sequence (128; on a GPU with FP8, 4096)"),
-    (
-        *("--held_out", float, Settings.held_out_share, "X"),
-        f"held-out windows as a share of the windows trained on ({Settings.held_out_share})",
-    ),
-    ("--lr", float, None, "X", "highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)"),
-    (
-        *("--nproc", int, 1, "N"),
-        "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
-    ),
-)
-"""Flag, type, default, metavar and help of each option with a number above zero."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     default = ",".join(Settings.backends)
-    backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
-    model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
     reference = "what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)"
-    text = "a text file or a folder of them (the Python standard library's sources)"
-    add = parser.add_argument
+    model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
+    minutes = (
+        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
+        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)"
+    )
+    held_out = f"held-out windows as a share of the windows trained on ({Settings.held_out_share})"
+    nproc = "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
+    kept = "what backends in FP8 keep activations in for backward (off)"
+    count, number, add = _positive(int), _positive(float), parser.add_argument
+    backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
     add("--reference", choices=REFERENCES, help=reference)
-    add("--text", metavar="PATH", help=text)
+    add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
     add("--model", metavar="CONFIG", help=model)
-    for flag, kind, value, metavar, purpose in _NUMBERS:
-        add(flag, type=_positive(kind), default=value, metavar=metavar, help=purpose)
+    add("--megabytes", type=number, default=8.0, metavar="N", help="read at most this much text (8)")
+    add("--steps", type=count, metavar="N", help="training steps (80; on a GPU with FP8, 60)")
+    add("--seeds", type=count, metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
+    add("--minutes", type=number, metavar="M", help=minutes)
+    add("--batch", type=count, metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
+    add("--sequence", type=count, metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
+    add("--held_out", type=number, default=Settings.held_out_share, metavar="X", help=held_out)
+    add("--lr", type=number, metavar="X", help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)")
+    add("--nproc", type=count, default=1, metavar="N", help=nproc)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
-    kept = "what backends in FP8 keep activations in for backward (off)"
     add("--saved-activations", choices=SAVED_ACTIVATIONS, default=Settings.saved_activations, help=kept)
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
 

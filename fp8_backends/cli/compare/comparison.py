@@ -260,9 +260,8 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    installed = {name: version for name in _PACKAGES if (version := hardware.version(name)) is not None}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {"python": platform.python_version(), **installed, **cuda}
+    installed = {name: hardware.version(name) for name in _PACKAGES} | {"cuda": torch.version.cuda}
+    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
 
 
 # Workers

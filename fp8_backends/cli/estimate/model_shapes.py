@@ -204,21 +204,22 @@ def from_parameters(count: float) -> ModelShape:
     from transformers import LlamaConfig
 
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
-    nearest, sizes = math.inf, {}
-    for hidden in range(step, 32 * 1024, step):
+
+    def sized(hidden: int) -> tuple[float, dict[str, int]]:
+        """Return (distance from the wanted size and proportions, sizes) for a width."""
         mlp, heads = int(3.5 * hidden), hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
         key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
         per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
         layers = round((count - 2 * vocabulary * hidden) / per_layer)
         if layers < 1:
-            continue
+            return math.inf, {}
         parameters, proportion = layers * per_layer + 2 * vocabulary * hidden, hidden / layers / ASPECT
+        sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         # a percent of parameters weighs as much as a tenth of the proportions
-        distance = 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion)
-        if distance < nearest:
-            nearest = distance
-            sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-            sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+        return 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion), sizes
+
+    _, sizes = min(map(sized, range(step, 32 * 1024, step)), key=lambda candidate: candidate[0])
     if not sizes:
         raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
     plain = {"max_position_embeddings": 2**20, "tie_word_embeddings": False, "use_cache": False}
