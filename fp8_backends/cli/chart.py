@@ -18,7 +18,7 @@ from ..errors import FP8BackendError
 from ..recipes.handlers import resolve
 from ..recipes.precision_plan import plan
 from ..states.gradient_release import release_gradients
-from ..training.auditing import Audit, audit, stored_bytes
+from ..training.auditing import Audit, audit, inner_tensors, stored_bytes
 from ..training.preparation import prepare
 from .terminal import paragraphs, table
 
@@ -170,9 +170,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
 
 def _pointer(tensor: torch.Tensor) -> int:
     """Return the address of the data; for a wrapper subclass, of its first part."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return _pointer(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
-    return tensor.data_ptr()
+    return next(iter(inner_tensors(tensor))).data_ptr()
 
 
 def _precisions(dtypes: str) -> str:

@@ -153,17 +153,6 @@ def test_a_dead_worker_is_a_failed_check(tmp_path, monkeypatch):
         assert check.passed is False and "code 1" in check.detail
 
 
-def test_results_are_written_after_every_run(tmp_path):
-    seen = []
-
-    class Seen(Silent):
-        def run_finished(self, backend, run):
-            seen.append(len(json.loads((tmp_path / "out" / "results.json").read_text())["backends"][backend]["runs"]))
-
-    InProcess(tiny_settings(tmp_path, seeds=3, steps=1), tmp_path / "out").run(Seen())
-    assert seen == [0, 1, 2]  # each run is saved as soon as it was shown
-
-
 def test_results_hold_machine_versions_date_and_settings(tmp_path):
     results = compared(tmp_path, seeds=1, steps=1).results
     assert results["versions"].keys() >= {"python", "torch", "accelerate"} and results["date"].endswith("+00:00")

@@ -19,7 +19,6 @@ import gc
 import itertools
 import json
 import logging
-import math
 import os
 import statistics
 import sys
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
+from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 
@@ -93,7 +93,10 @@ class Run:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
+        # A long warm-up: a large step early amplifies small differences, and after a short one the gap of one backend
+        # varied several times as much from seed to seed.
+        warmup = round(settings.steps * settings.warmup_share)
+        scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, settings.steps - 1)
         if with_reference:  # gradients of the first batch, before conversion
             weights = dict(model.named_parameters())
             self.reference_gradients = self._gradients(weights, autocast=settings.reference == "bf16")
@@ -280,23 +283,6 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
     fields = {"autocast_dtype": settings.reference, "saved_activations": settings.saved_activations}
     handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
-
-
-def _schedule(settings: Settings) -> Callable[[int], float]:
-    """Warm up linearly from zero, as in the schedules of transformers, then follow a cosine to zero.
-
-    The warm-up is long because a large step early amplifies small differences: after a short warm-up the gap of one
-    backend varied several times as much from seed to seed.
-    """
-    warmup = round(settings.steps * settings.warmup_share)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        done = (step - warmup) / max(1, settings.steps - 1 - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-    return factor
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ Sent bytes are the least of any algorithm: 2 (N - 1) / N of a sum over the ranks
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -223,16 +224,8 @@ def highest(trace: StepTrace) -> tuple[str, float]:
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
-    """Return the largest number, from 0, up to which `holds` is true."""
-    if not holds(1):
-        return 0
-    low, high = 1, 2
-    while holds(high) and high < 2**24:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    """Return the largest number, from 0 to 2**24, up to which `holds` is true."""
+    return bisect.bisect_left(range(1, 2**24), True, key=lambda count: not holds(count))
 
 
 @dataclass
