@@ -46,25 +46,25 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 9 and all(each.start in printed for each in EXAMPLES.values())
+    assert len(EXAMPLES) == 7 and all(each.start in printed for each in EXAMPLES.values())
     assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_an_example_is_copied_and_nothing_is_overwritten(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["examples", "ema.py"]) == 0
-    assert "    python ema.py --backend msamp:O2\n" in capsys.readouterr().out
-    assert (tmp_path / "ema.py").read_bytes() == EXAMPLES["ema"].script.read_bytes()
-    (tmp_path / "ema.py").write_text("mine")
-    assert main(["examples", "ema"]) == 2
-    assert "ema.py exists already" in capsys.readouterr().err and (tmp_path / "ema.py").read_text() == "mine"
+    assert main(["examples", "trainer.py"]) == 0
+    assert "    python trainer.py --backend native:dynamic\n" in capsys.readouterr().out
+    assert (tmp_path / "trainer.py").read_bytes() == EXAMPLES["trainer"].script.read_bytes()
+    (tmp_path / "trainer.py").write_text("mine")
+    assert main(["examples", "trainer"]) == 2
+    assert "trainer.py exists already" in capsys.readouterr().err and (tmp_path / "trainer.py").read_text() == "mine"
     (tmp_path / "folder").mkdir()
-    assert main(["examples", "ema", "folder"]) == main(["examples", "ema", "my average.py"]) == 0
+    assert main(["examples", "trainer", "folder"]) == main(["examples", "trainer", "my trainer.py"]) == 0
     printed = capsys.readouterr().out
-    assert "python folder/ema.py" in printed and "python 'my average.py' --backend" in printed
-    assert main(["examples", "ema", "nowhere/ema.py"]) == 2
-    assert "nowhere/ema.py cannot be written: No such file" in capsys.readouterr().err
-    assert main(["examples", "ema", "lora"]) == 2
+    assert "python folder/trainer.py" in printed and "python 'my trainer.py' --backend" in printed
+    assert main(["examples", "trainer", "nowhere/trainer.py"]) == 2
+    assert "nowhere/trainer.py cannot be written: No such file" in capsys.readouterr().err
+    assert main(["examples", "trainer", "lora"]) == 2
     assert "lora is no folder" in capsys.readouterr().err and not (tmp_path / "lora").exists()
 
 
