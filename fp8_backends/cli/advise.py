@@ -87,8 +87,6 @@ def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-# The model and the batches
-
 TEXT_MB = 1.0
 """Megabytes of text: more than the batches need, little for a slow tokenizer."""
 
@@ -174,9 +172,6 @@ def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int |
     description = data.description.replace("one token a byte", "the model's own tokenizer")
     train, held_out = tokens(data.train), tokens(data.held_out)
     return replace(data, train=train, held_out=held_out, description=description), tokenizer.mask_token_id, None
-
-
-# The recipe, as it is pasted
 
 
 def code(recipe: Recipe) -> str:

@@ -114,10 +114,7 @@ def _driver() -> str | None:
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
-    """Import a TransformerEngine that looks usable in a new process, and report the last line of an error.
-
-    The import may hang or crash.
-    """
+    """Import a TransformerEngine that looks usable in a new process, since the import may hang or crash."""
     if not backends.get("te", {}).get("can_run"):
         return
     command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
@@ -145,9 +142,6 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
         prefix = "" if name == "native" else f"{name}+"
         names += [f"{prefix}msamp:{level}" for level in LEVELS if level in registry.levels_of(name)]
     return names
-
-
-# Printed text
 
 
 def _machine(report: dict[str, Any]) -> Lines:

@@ -50,10 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code.
-
-    2 means an error of the user, with one message on stderr, and 130 an interruption by Ctrl-C.
-    """
+    """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")

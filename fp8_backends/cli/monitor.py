@@ -58,9 +58,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# The file
-
-
 @dataclass
 class Tensor:
     layer: str
@@ -111,10 +108,7 @@ def lost_db(entry: dict[str, Any]) -> float | None:
 
 
 def usual_db(fmt: str) -> float:
-    """Return the SQNR of a cast in the normal range of the format: E4M3 31.6 dB, E5M2 25.5 dB.
-
-    Six dB a bit, for mantissas of normally distributed values.
-    """
+    """Return the SQNR of normally distributed values in the normal range: E4M3 31.6 dB, E5M2 25.5 dB, 6 dB a bit."""
     return 13.5 + 6.02 * FORMATS[fmt].mantissa_bits
 
 
@@ -157,11 +151,7 @@ class Samples:
 
 
 def read_samples(path: str | Path) -> Samples:
-    """Read a file of `monitor_every`, also while it grows.
-
-    Raises:
-        FP8BackendError: no such file, or no sample in it.
-    """
+    """Read a file of `monitor_every`, also while it grows. Raises `FP8BackendError` without a file or sample."""
     path, by_step, unreadable = Path(path), {}, 0
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
@@ -222,9 +212,6 @@ def _is_entry(name: str, entry: dict[str, Any]) -> bool:
         and all(count >= 0 for count in binades)
         and len(binades) == (last - first + 1 if any(binades) else 0)
     )
-
-
-# JSON and words
 
 
 def as_json(samples: Samples) -> dict[str, Any]:

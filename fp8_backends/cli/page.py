@@ -26,10 +26,7 @@ def page(
     sections: Mapping[str, str],
     badge: str = "",
 ) -> str:
-    """Return a whole page: a line of facts, the verdict, large figures (label and value), and HTML sections by title.
-
-    Empty sections are left out.
-    """
+    """Return a page: facts, the verdict, large figures (label, value), and non-empty HTML sections by title."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     tiles = "".join(
         f'<div class="tile"><div class="value">{signed(value)}</div><div class="label">{escape(label)}</div></div>'

@@ -99,10 +99,7 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
 
 
 class Progress:
-    """Show on standard error that work is in progress: one line, and on a terminal the current step, a bar, the time.
-
-    Use it in a `with` statement, and call it with the name of each step. Nothing appears before the first one.
-    """
+    """Show work in progress on standard error, from the first call on: one line, on a terminal steps, bar and time."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -128,10 +128,7 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 
 def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
-    """Return canonical names without repetitions and without the reference.
-
-    Raises `RecipeError` for an invalid backend string, `BackendUnavailableError` for one that cannot run here.
-    """
+    """Return canonical names without repetitions and the reference. Raises for invalid or unavailable backends."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
@@ -154,8 +151,6 @@ def _positive(kind: type):
     parse.__name__ = kind.__name__
     return parse
 
-
-# Printed text
 
 _MARKS = {True: "ok", False: "FAIL", None: "?"}
 

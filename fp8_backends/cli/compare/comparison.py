@@ -268,10 +268,7 @@ def versions() -> dict[str, str]:
 
 
 class Worker:
-    """Train one backend in another process, or in torchrun for several ranks, a turn at a time.
-
-    All workers load their libraries at once, and wait on their standard input for their turns.
-    """
+    """Train one backend in another process, or in torchrun for several ranks, in turns given by standard input."""
 
     def __init__(self, arguments: list[str], ranks: int) -> None:
         self.ranks, self.ended = ranks, False
@@ -348,8 +345,6 @@ def cores() -> int:
     """Count the processor cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-
-# Time: the duration of a comparison, and the largest one for a given time
 
 FORWARD = 1 / 3
 """Time of a forward pass, and of evaluating as many windows, relative to a training step."""

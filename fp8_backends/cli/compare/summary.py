@@ -115,9 +115,6 @@ def reference_spread(results: Results) -> dict[str, float] | None:
     return spread(held_out_losses(results, reference_of(results)))
 
 
-# Rows
-
-
 @dataclass
 class Row:
     """Measurements of one backend. None: not measured, or not yet."""
@@ -189,9 +186,6 @@ def _note(results: Results, name: str) -> str:
     engines, unconverted = ", ".join(sorted(set(audit["engine"].values()))), list(audit["high_precision"])
     named = ", ".join(unconverted) if len(unconverted) <= 2 else f"{len(unconverted)} weights"
     return f"{engines} products" + (f"; {named} in high precision" if unconverted else "")
-
-
-# Texts
 
 
 def columns(results: Results) -> dict[str, str]:
@@ -354,14 +348,8 @@ def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
     return Check(name, passed, f"{gap.mean:+.4f}, {interval}: {verdict}")
 
 
-# Verdict
-
-
 def verdict(results: Results) -> Verdict:
-    """Sum up the checks: `good` if the comparison finished and all passed, `bad` if one failed, else `open`.
-
-    The details are sentences: an early end, each failed check, the unresolved ones, and advice.
-    """
+    """Sum up the checks: `good` if the comparison finished and all passed, `bad` if one failed, else `open`."""
     outcomes = [(backend, check) for backend, made in checks(results).items() for check in made]
     failed = [(backend, check) for backend, check in outcomes if check.passed is False]
     unresolved = [(backend, check) for backend, check in outcomes if check.passed is None]

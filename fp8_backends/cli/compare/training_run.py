@@ -54,10 +54,7 @@ TIMED_STEPS = 3
 
 
 def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, report: Report) -> None:
-    """Inspect the first steps in turn 0, and train a seed in each later turn.
-
-    Report it when all ranks have finished and nothing of it is left in memory.
-    """
+    """Inspect the first steps in turn 0, train a seed in later turns; report once all ranks have freed memory."""
     if turn == 0:
         values = inspect(settings, text, backend)
     else:
@@ -303,10 +300,7 @@ def _messages() -> Iterator[list[str]]:
 
 
 def _reporter() -> Report:
-    """Return a function that writes events to stdout, and send all other output to stderr from now on.
-
-    Ranks other than the first write only "ready" and "failed".
-    """
+    """Return a writer of events to stdout (other ranks: only "ready" and "failed"); other output goes to stderr."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0

@@ -203,11 +203,7 @@ def task(settings: Settings) -> str:
 
 
 def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
-    """Build a language model of `transformers` with random weights from the seed.
-
-    Raises:
-        FP8BackendError: no such configuration, no language model, or too few positions.
-    """
+    """Build a language model of `transformers` with random weights. Raises `FP8BackendError` for other models."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig  # takes seconds
 
     if settings.model is None:

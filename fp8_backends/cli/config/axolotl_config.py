@@ -70,11 +70,7 @@ _READ = (
 
 
 def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
-    """Interpret the file.
-
-    Raises:
-        RecipeError: unknown keys with the prefix fp8 or fsdp or in these blocks, or values that Axolotl refuses.
-    """
+    """Interpret the file. Raises `RecipeError` for unknown keys of fp8 and fsdp, or values that Axolotl refuses."""
     file, notes = ConfigFile(values, source), []
     file.refuse_unknown(_FP8_KEYS, "fp8")
     file.refuse_unknown(_FSDP_KEYS, "fsdp")

@@ -116,9 +116,6 @@ _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_fo
 """This package's keys for fields whose defaults Accelerate's launcher exports: its own keys count as not given."""
 
 
-# For the reader of each system
-
-
 class ConfigFile:
     """Read the keys of a configuration file, or of a block in it. Errors name the file and the key."""
 

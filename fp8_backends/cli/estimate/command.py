@@ -104,11 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def device_named(name: str | None) -> Device:
-    """Return a device by its name or GiB; "cpu" is this machine's RAM, None its GPU or RAM.
-
-    Raises:
-        FP8BackendError: an unknown name, or one of several products that differ in memory.
-    """
+    """Return a device by name or GiB; None is this machine. Raises `FP8BackendError` for unknown or ambiguous names."""
     if name is None and hardware.has_gpu():
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
         return Device(f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory, hardware.chip().key)
@@ -156,11 +152,7 @@ NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_la
 
 
 def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[str]:
-    """Explain in sentences why FP8 brings little or no speed to this model on this chip; [] if it does.
-
-    Args:
-        backends: names with FP8 products. A reason that holds for all of them is the only sentence.
-    """
+    """Explain why FP8 brings little or no speed to this model on this chip, in one sentence if all backends agree."""
     if device.chip is None or not backends:
         return []
     product = chips.product_named(device.chip)
@@ -189,8 +181,6 @@ def auto_advice(device: Device) -> list[str]:
     choice = chips.auto_on(chip)
     return [f"without TransformerEngine auto means {choice.backend} there: {choice.reason}"]
 
-
-# Printed text
 
 COLUMNS = {
     "weights": "weights", "master": "master", "gradients": "grads", "states": "states", "buffers": "other",

@@ -131,10 +131,7 @@ class ModelShape:
         return 2 * self.config.max_source_positions  # a convolution halves them before they get positions
 
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Return the repeated layers if they are alike except the first: one list, or the encoder's and the decoder's.
-
-        Return [] for other models.
-        """
+        """Return the repeated layers (of encoder and decoder) if they are alike except the first, else []."""
         if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
             return []
         parts = [model.get_encoder(), model.get_decoder()] if self._is_encoder_decoder else [model]
@@ -172,11 +169,7 @@ def count_elements(model: nn.Module) -> int:
 
 
 def from_transformers(name: str | Path) -> ModelShape:
-    """Read a `config.json`, its folder, or a model of the local cache by name, without network access.
-
-    Raises:
-        FP8BackendError: it does not exist, or transformers cannot read it.
-    """
+    """Read a `config.json`, its folder, or a cached model, without network access. Raises `FP8BackendError`."""
     from transformers import AutoConfig
 
     is_file = os.path.exists(name)
@@ -263,11 +256,7 @@ _TABLES = (
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """Return the class named by the configuration, or one of its type, if it trains on tokens, images or spectrograms.
-
-    Raises:
-        FP8BackendError: there is none.
-    """
+    """Return a class for training, named by the configuration or of its type. Raises `FP8BackendError`."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

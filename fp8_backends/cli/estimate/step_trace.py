@@ -272,11 +272,7 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
 
 
 def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
-    """Return the recipe to trace: for TransformerEngine the native recipe with the same codes and layers.
-
-    Raises:
-        FP8BackendError: the recipe converts no layer.
-    """
+    """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
     expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
     if not expected.converted and recipe.on_unproven == "raise":
         reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
