@@ -318,16 +318,10 @@ def _reporter() -> Report:
     return report
 
 
-def _turns() -> Iterator[int]:
-    """Count turns, one for each byte of standard input, and hide it from this process's children."""
-    permits = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
-
-
 def main(argv: list[str]) -> int:
     settings_path, text_path, backend = argv
-    report, turns = _reporter(), _turns()
+    report, permits = _reporter(), os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # hides the permits from this process's children
     text = TrainingText(**torch.load(text_path, weights_only=True))
     try:
         settings = _read(settings_path)
@@ -335,7 +329,7 @@ def main(argv: list[str]) -> int:
             torch.use_deterministic_algorithms(True, warn_only=True)
         build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads the modules of transformers
         report("ready")
-        for turn in turns:
+        for turn in itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count()):
             take_turn(turn, _read(settings_path), text, backend, report)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()

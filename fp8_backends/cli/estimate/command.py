@@ -166,10 +166,10 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
     for rule in (RULES[name] for name in NOT_WORTH_IT):
         slow = [name for name, applying in rules.items() if rule.name in applying]
         of = "" if len(slow) == len(rules) else f" with {', '.join(slow)}"
-        sentence = f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}"
-        if slow and not of:
-            return [sentence]
-        sentences += [sentence] if slow else []
+        if slow:
+            sentences.append(f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}")
+            if not of:
+                return sentences[-1:]
     return sentences
 
 

@@ -329,7 +329,8 @@ class _Step:
         outputs = self.model(**batch)
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
         del batch, outputs
-        regions.turn()
+        regions.goes_back = True
+        tracker.enter("backward of the head")
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
         meter.detach()
@@ -403,10 +404,6 @@ class _Regions:
             lambda _, args, output: self._enter_in_backward(args, f"backward of {whose} embedding")
         )
         blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
-
-    def turn(self) -> None:
-        self.goes_back = True
-        self.tracker.enter("backward of the head")
 
     def _enter(self, region: str) -> None:
         if not self.goes_back:  # else checkpointing recomputes the block
