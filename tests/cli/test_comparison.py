@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -19,17 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8_backends.cli.compare import comparison as comparing
-from fp8_backends.cli.compare.comparison import (
-    FEWEST_STEPS,
-    Comparison,
-    Timetable,
-    Worker,
-    dismiss,
-    fit,
-    worker_environment,
-)
+from fp8_backends.cli.compare.comparison import Comparison, Timetable, Worker, fit, worker_environment
 from fp8_backends.cli.compare.summary import checks
-from fp8_backends.cli.compare.workload import TrainingText, load_text
+from fp8_backends.cli.compare.workload import load_text
 from fp8_backends.cli.main import main
 from fp8_backends.cli.terminal import duration
 from fp8_backends.compute import hardware
@@ -59,9 +51,8 @@ def warm_workers(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_the_command_writes_results_and_page(options, tmp_path, capsys):
-    code = main(
-        [*options, "--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)]
-    )
+    short = ["--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2"]
+    code = main([*options, *short, "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["backends"]) == [REFERENCE, "native:dynamic"] and results["status"] == "finished"
@@ -205,10 +196,8 @@ def test_the_first_seed_gives_gaps_and_checks(tmp_path):
                 found.update(json.loads((tmp_path / "out" / "results.json").read_text()))
 
     InProcess(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out").run(Look())
-    row = found["summary"]["rows"][1]
-    assert (
-        row["seeds_done"] == 1 and row["gap"]["pairs"] == 1 and len(found["summary"]["checks"]["native:dynamic"]) == 6
-    )
+    row, made = found["summary"]["rows"][1], found["summary"]["checks"]["native:dynamic"]
+    assert row["seeds_done"] == 1 and row["gap"]["pairs"] == 1 and len(made) == 6
 
 
 @pytest.fixture
@@ -216,7 +205,7 @@ def started(tmp_path):
     """Start a worker of bf16."""
     settings, text = tiny_settings(tmp_path), load_text(tmp_path / "text")
     (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
-    torch.save({field.name: getattr(text, field.name) for field in fields(TrainingText)}, tmp_path / "text.pt")
+    torch.save(vars(text), tmp_path / "text.pt")
     return lambda ranks: Worker([str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks)
 
 
@@ -226,7 +215,7 @@ def started(tmp_path):
 def test_an_idle_worker_ends_with_its_standard_input(started, ranks):
     worker = started(ranks)
     assert [event["event"] for event in worker.events("ready", ranks)] == ["ready"] * ranks
-    dismiss([worker])
+    comparing.dismiss([worker])
     assert worker.process.returncode == 0 and list(worker.events("run")) == []
 
 
@@ -243,7 +232,7 @@ def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     worker.give_turn()
     run = list(worker.events("run"))[-1]
     assert run["seed"] == 0 and len(run["losses"]) == 3
-    dismiss([worker])
+    comparing.dismiss([worker])
 
 
 @pytest.mark.slow
@@ -353,14 +342,14 @@ def test_the_best_fitting_choice_is_taken(seconds, steps, seeds, step_seconds, s
 
     wanted = min(3, seeds)
     found_steps, found_seeds = fit(seconds, steps, seeds, takes)
-    assert min(FEWEST_STEPS, steps) <= found_steps <= steps and 0 <= found_seeds <= seeds
+    assert min(comparing.FEWEST_STEPS, steps) <= found_steps <= steps and 0 <= found_seeds <= seeds
     assert found_seeds * takes(found_steps) <= max(0, seconds) * (1 + 1e-9)
     if found_steps < steps:
         assert wanted * takes(found_steps + 1) > seconds
     if found_seeds < seeds:
         assert (found_seeds + 1) * takes(found_steps) > seconds - 1e-6
     if found_seeds < wanted:
-        assert found_steps == min(FEWEST_STEPS, steps)
+        assert found_steps == min(comparing.FEWEST_STEPS, steps)
 
 
 @pytest.fixture
@@ -394,11 +383,8 @@ def test_elapsed_time_counts(settings, timetable):
 
 
 def test_too_few_minutes_are_an_error_with_the_needed_ones(settings, timetable):
-    with pytest.raises(
-        RecipeError, match=r"--minutes 0\.2 is too little for one seed of 20 steps with 2 backends: give"
-    ):
-        timetable.fitted(replace(settings, minutes=0.2), elapsed=1.0)
-    with pytest.raises(RecipeError, match="give --minutes ([0-9.]+)") as error:
+    message = r"--minutes 0\.2 is too little for one seed of 20 steps with 2 backends: give --minutes ([0-9.]+)"
+    with pytest.raises(RecipeError, match=message) as error:
         timetable.fitted(replace(settings, minutes=0.2), elapsed=1.0)
     needed = float(str(error.value).split("give --minutes ")[1].split()[0])
     assert timetable.fitted(replace(settings, minutes=needed), elapsed=1.0).seeds == 1
@@ -407,12 +393,5 @@ def test_too_few_minutes_are_an_error_with_the_needed_ones(settings, timetable):
 
 
 def test_durations_are_readable():
-    assert [duration(s) for s in (0.4, 59.6, 99.4, 100, 3599, 3601, 7500)] == [
-        "0 s",
-        "60 s",
-        "99 s",
-        "2 min",
-        "1 h 0 min",
-        "1 h 0 min",
-        "2 h 5 min",
-    ]
+    readable = "0 s, 60 s, 99 s, 2 min, 1 h 0 min, 1 h 0 min, 2 h 5 min"
+    assert ", ".join(map(duration, (0.4, 59.6, 99.4, 100, 3599, 3601, 7500))) == readable

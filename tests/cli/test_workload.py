@@ -84,13 +84,8 @@ def test_too_little_text_names_the_part(tmp_path):
 
 
 GRADIENTS = "gradients at the initial weights point where bf16's do"
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"vocab_size": 256, "hidden_size": 32, "max_position_embeddings": 64, **LAYERS}
 BERT = {**SIZES, "intermediate_size": 64}
 MODELS = {
     "bert": (BertConfig(**BERT), "bert.encoder.layer.*.attention.self.key.bias (×2)"),
