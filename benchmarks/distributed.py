@@ -23,15 +23,13 @@ import torch.distributed as dist
 from measuring import DTYPES, plain, table, write_json
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 from fp8_backends import FP8RecipeKwargs
-from fp8_backends.cli.compare.language_model import build_model
 from fp8_backends.cli.compare.measuring import sent_bytes
-from fp8_backends.cli.compare.settings import Settings, defaults
 from fp8_backends.cli.compare.summary import LOSS_GAP_BOUND, paired_gap
-from fp8_backends.cli.compare.training_run import _schedule
-from fp8_backends.cli.compare.training_text import TrainingText, load_text
+from fp8_backends.cli.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 from fp8_backends.compute import hardware
 
 MEASURED = 3
@@ -68,7 +66,8 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
     )
     if backend not in DTYPES:
         fp8_backends.prepare(wrapped, optimizer, recipe_of(backend))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
+    warmup = round(settings.steps * settings.warmup_share)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, settings.steps - 1)
 
     def loss_of(network, tokens):
         with hardware.fast_autocast(settings.device):

@@ -85,7 +85,7 @@ def small_llama():
     """That of `fp8-backends compare`."""
     from transformers import LlamaConfig
 
-    from fp8_backends.cli.compare.settings import SMALL
+    from fp8_backends.cli.compare.workload import SMALL
 
     return LlamaConfig(**SMALL, vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, use_cache=False)
 

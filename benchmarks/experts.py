@@ -17,7 +17,7 @@ from long_run import held_out_loss, schedule
 from measuring import plain, precision_of, table, write_json
 
 from fp8_backends.cli.compare.summary import paired_gap
-from fp8_backends.cli.compare.training_text import load_text
+from fp8_backends.cli.compare.workload import load_text
 from fp8_backends.numerics.scaled_tensor import stored_parts
 
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 16}

@@ -99,7 +99,7 @@ def train(unit: tuple) -> dict:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from fp8_backends.cli.compare.training_text import load_text
+    from fp8_backends.cli.compare.workload import load_text
 
     backend, arguments = unit
     AcceleratorState._reset_state(True)

@@ -54,7 +54,7 @@ class Text:
     """Windows of Python's own sources, one token a byte: the same batches for every backend."""
 
     def __init__(self, sequence: int) -> None:
-        from fp8_backends.cli.compare.training_text import load_text
+        from fp8_backends.cli.compare.workload import load_text
 
         self.sequence, self.text = sequence, load_text(limit_mb=2)
 

@@ -133,7 +133,7 @@ class LanguageModel:
     def __init__(self, sizes: Sizes) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from fp8_backends.cli.compare.training_text import load_text
+        from fp8_backends.cli.compare.workload import load_text
 
         self.sizes, self.text = sizes, load_text(limit_mb=1)
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`fp8-backends advise`: which layers to keep out of FP8, or which scaling to take, measured on a model and a text."""
+"""`fp8-backends advise`: choose layers to keep out of FP8, or a scaling, by measurements on a model and a text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from ..recipes.fields import FIELDS
 from ..recipes.handlers import Recipe, resolve
 from ..training.advice import Advice, advise
 from ..words import counted, first_line, share, shortened
-from .compare.language_model import CAUSAL, build_model, inputs, task
-from .compare.settings import Settings, defaults
-from .compare.training_text import TrainingText, load_text
+from .compare.workload import CAUSAL, Settings, TrainingText, build_model, defaults, inputs, load_text, task
 from .config import read
 from .config.training_config import given_fields, yaml_fields
 from .terminal import Progress, paragraphs, table
@@ -63,15 +61,9 @@ def run(args: argparse.Namespace) -> int:
     with Progress("measuring recipes") as progress:
         progress("the model")
         subject = load(args.model, args.text, args.batches, args.batch, args.sequence)
-        advice = advise(
-            subject.model,
-            subject.batches,
-            recipe,
-            min_flops_share=args.min_flops_share,
-            max_trials=args.max_trials,
-            progress=progress,
-        )
-    pasted = {made.__name__: made(advice.recipe) for made in (code, flags, yaml_block)}
+        limits = {"min_flops_share": args.min_flops_share, "max_trials": args.max_trials}
+        advice = advise(subject.model, subject.batches, recipe, **limits, progress=progress)
+    pasted = {form.__name__: form(advice.recipe) for form in (code, flags, yaml_block)}
     if args.json:
         about = {"model": subject.title, "text": subject.text, "notes": subject.notes}
         print(json.dumps({**about, **advice.to_dict(), "paste": pasted}, indent=1))
@@ -81,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
-    """Show the model, the table of trials, the answer, and the recipe to paste."""
     about = [("model", subject.title), ("text", subject.text), *(("note", note) for note in subject.notes)]
     legend = [
         ("advice", advice.verdict),
@@ -91,28 +82,21 @@ def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
     ]
     parts = [paragraphs(about), table(advice.rows()), paragraphs(legend)]
     if advice.chosen is not None:
-        parts += [
-            f"The advised recipe, with {share(advice.chosen.flops_share)} of weight FLOPs in FP8:",
-            *pasted.values(),
-        ]
+        flops = share(advice.chosen.flops_share)
+        parts += [f"The advised recipe, with {flops} of weight FLOPs in FP8:", *pasted.values()]
     return "\n\n".join(parts)
 
 
-# The model and the batches
-
 TEXT_MB = 1.0
-"""Text to read: the batches take far less, and a tokenizer is slow."""
+"""Megabytes of text: more than the batches need, little for a slow tokenizer."""
 
 
 @dataclass
 class Subject:
-    """A model and its batches."""
-
     title: str
     model: nn.Module
     batches: list[Any]
     text: str
-    """The source of the batches."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,11 +105,11 @@ def load(model: str | None, text: str | None, batches: int, batch: int, sequence
 
     Args:
         model: a `config.json` of transformers, its folder, or the name of a cached model; None: the small Llama of
-            `compare`. Nothing is fetched. Weights beside the configuration are loaded; else they are random.
+            `compare`. Weights are random if there are none beside the configuration. Nothing is fetched.
         text: a file or folder; None: the Python standard library.
 
     Raises:
-        FP8BackendError: no such model or text, or a model that is no language model of text alone.
+        FP8BackendError: no such model or text, or not a pure language model.
     """
     device = "cuda" if hardware.has_gpu() else "cpu"
     folder = None if model is None else _folder(model)
@@ -156,7 +140,7 @@ def load(model: str | None, text: str | None, batches: int, batch: int, sequence
 
 
 def _folder(name: str) -> Path:
-    """The folder of a configuration. Raises `FP8BackendError`."""
+    """Return the folder of a configuration. Raises `FP8BackendError`."""
     from transformers.utils import cached_file
 
     path = Path(name)
@@ -172,7 +156,7 @@ def _folder(name: str) -> Path:
 
 
 def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int | None, str | None]:
-    """The text in the tokens of a model's own tokenizer, the id of its mask, and a note where there is none."""
+    """Return (text in the tokens of the model's own tokenizer, id of its mask, note if there is no tokenizer)."""
     from transformers import AutoTokenizer
 
     try:
@@ -190,11 +174,8 @@ def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int |
     return replace(data, train=train, held_out=held_out, description=description), tokenizer.mask_token_id, None
 
 
-# The recipe, as it is pasted
-
-
 def code(recipe: Recipe) -> str:
-    """A handler for `Accelerator(mixed_precision="fp8", kwargs_handlers=[…])`."""
+    """Write a handler for `Accelerator(mixed_precision="fp8", kwargs_handlers=[…])`."""
     fields = {"backend": recipe.name, **given_fields(recipe)}
     arguments = [f"{name}={list(value) if isinstance(value, tuple) else value!r}" for name, value in fields.items()]
     line = f"FP8RecipeKwargs({', '.join(arguments)})"
@@ -204,7 +185,7 @@ def code(recipe: Recipe) -> str:
 
 
 def flags(recipe: Recipe) -> str:
-    """The same for `fp8-backends launch SCRIPT`."""
+    """Write the flags of `fp8-backends launch SCRIPT`."""
     options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
@@ -212,13 +193,13 @@ def flags(recipe: Recipe) -> str:
         text = _as_text(value)
         if options[flag].nargs == 0:
             words.append(flag)
-        else:  # what begins with a hyphen would be read as a flag
+        else:  # after a space, a leading hyphen would make it a flag
             words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return shlex.join(["fp8-backends", "launch", *words, "SCRIPT"])
 
 
 def yaml_block(recipe: Recipe) -> str:
-    """The same in a file for `--config_file`."""
+    """Write a file for `--config_file`."""
     written = {"mixed_precision": "fp8", "fp8_config": yaml_fields(recipe)}
     return yaml.safe_dump(written, sort_keys=False).rstrip("\n")
 

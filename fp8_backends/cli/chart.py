@@ -1,4 +1,4 @@
-"""`fp8-backends chart`: the table of levels, each row measured on a small model after one training step."""
+"""`fp8-backends chart`: measure the precision and bytes of every level on a small model after one training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import FP8BackendError
 from ..recipes.handlers import resolve
 from ..recipes.precision_plan import plan
 from ..states.gradient_release import release_gradients
-from ..training.auditing import Audit, audit, stored_bytes
+from ..training.auditing import Audit, audit, inner_tensors, stored_bytes
 from ..training.preparation import prepare
 from .terminal import paragraphs, table
 
@@ -26,18 +26,12 @@ ROWS = (
     *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
     *("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "te+msamp:O2"),
 )
-"""Backends that leave weights and states alone (level O0), then levels."""
+"""Backends without a level (O0), then levels."""
 
 ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 
-_NAMES = {
-    "float32": "FP32",
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "FP8",
-    "uint8": "FP8",
-    "int8": "INT8",
-}
+_NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+_NAMES |= {"float8_e4m3fn": "FP8", "uint8": "FP8", "int8": "INT8"}
 _LEGEND = (
     ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
     ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),
@@ -49,26 +43,26 @@ _LEGEND = (
 
 @dataclass
 class Level:
-    """One row. Everything but `comm` was read from live tensors and counted products after one optimizer step."""
+    """One row, read from live tensors and counted products after one optimizer step, except `comm`."""
 
     name: str
     gemm: str = "–"
     comm: str = "–"
-    """What the recipe plans: one process communicates nothing."""
+    """The recipe's plan: one process communicates nothing."""
     weight: str = "–"
     master: str = "–"
     gradient: str = "–"
     optimizer: str = "–"
     bytes_per_element: float | None = None
-    """Weight, master, gradient and Adam states, for each element of the converted weights."""
+    """Weight, master, gradient and Adam states, per element of the converted weights."""
     transient_bytes_per_element: float | None = None
-    """Copies of the weight that autograd keeps from forward to backward, beyond that."""
+    """Further copies of the weight from forward to backward."""
     accumulation_bytes_per_element: float | None = None
-    """What the gradient gains while microbatches accumulate in high precision, beyond what it has at the step."""
+    """Growth of the gradient while microbatches accumulate in high precision."""
     released_bytes_per_element: float | None = None
-    """The same as `bytes_per_element` after a step with gradient release; None at O0."""
+    """`bytes_per_element` after a step with gradient release; None at O0."""
     precision: str = ""
-    """The precision around FP8, or AMP's."""
+    """Precision around FP8, or of AMP."""
     not_measured: str = ""
 
 
@@ -87,15 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
-    """Measure the AMP row on a stock model, then a row for each backend that can run here.
-
-    Args:
-        make: makes a model and its optimizer; by default a small one.
-    """
+    """Measure AMP on a stock model, then each backend on models of `make`, by default small ones."""
     make = make or _model
     logger = logging.getLogger("fp8_backends")
     level_before = logger.level
-    logger.setLevel(logging.WARNING)  # a proof line of each model would only be noise
+    logger.setLevel(logging.WARNING)  # hides the proof line of each model
     try:
         return [_measure_amp(*make()), *(_measure(backend, *make()) for backend in backends)]
     finally:
@@ -131,15 +121,15 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
         return Level(backend, not_measured=str(error))
     prepare(model, optimizer, recipe)
     transient = _step(model, optimizer, hardware.fast_autocast(_device()))
-    found = audit(model, optimizer)
-    kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
+    report = audit(model, optimizer)
+    kinds = [kind for kind in KINDS if any(counts[kind] for counts in report.products.values())]
     gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
     name = recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
     precision = hardware.fast_precision(_device())
-    level = _level(name, found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
+    level = _level(name, report, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
     sizes = []
     optimizer.zero_grad()
-    for _ in range(2):  # a second microbatch is added to a first
+    for _ in range(2):  # microbatches
         model(torch.randn(32, 64, device=_device())).float().square().mean().backward()
         sizes.append(sum(stored_bytes(weight.grad) for weight in model.parameters()))
     gained = (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
@@ -152,23 +142,14 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return level
 
 
-def _level(name: str, found: Audit, transient: float, gemm: str, comm: str, precision: str) -> Level:
-    return Level(
-        name,
-        gemm=gemm,
-        comm=comm,
-        weight=_precisions(found.dtypes["weight"]),
-        master=_precisions(found.dtypes.get("master", "")),
-        gradient=_precisions(found.dtypes["gradient"]),
-        optimizer=_precisions(found.dtypes["optimizer"]),
-        bytes_per_element=found.bytes_per_element["total"],
-        transient_bytes_per_element=round(transient, 3),
-        precision=precision,
-    )
+def _level(name: str, report: Audit, transient: float, **values: str) -> Level:
+    parts = {part: _precisions(report.dtypes.get(part, "")) for part in ("weight", "master", "gradient", "optimizer")}
+    sizes = {"bytes_per_element": report.bytes_per_element["total"], "transient_bytes_per_element": round(transient, 3)}
+    return Level(name, **parts, **sizes, **values)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> float:
-    """Take one training step and return the bytes of saved copies of weights for each element of the weights."""
+    """Take one training step and return the bytes of saved weight copies per element of the weights."""
     weights = {_pointer(weight): weight.numel() for weight in model.parameters()}
     copies: dict[int, int] = {}
 
@@ -188,10 +169,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    """Return where the data lies; for a wrapper subclass, where its first part's lies."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return _pointer(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
-    return tensor.data_ptr()
+    """Return the address of the data; for a wrapper subclass, of its first part."""
+    return next(iter(inner_tensors(tensor))).data_ptr()
 
 
 def _precisions(dtypes: str) -> str:
@@ -200,9 +179,8 @@ def _precisions(dtypes: str) -> str:
 
 
 def _readable(levels: list[Level]) -> str:
-    rows = [
-        ["level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", *(name for name, _ in _LEGEND[:4])]
-    ]
+    precisions = ("level", "GEMM", "comm", "weight", "master", "gradient", "Adam states")
+    rows = [[*precisions, *(name for name, _ in _LEGEND[:4])]]
     for level in levels:
         if not level.not_measured:
             cells = [*asdict(level).values()][: len(rows[0])]

@@ -1,4 +1,4 @@
-"""`fp8-backends examples`: training scripts in FP8 to copy, each of which runs as it is, also without a GPU."""
+"""`fp8-backends examples`: list or copy training scripts in FP8, ready to run, also without a GPU."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ FOLDER = Path(__file__).parents[1] / "examples"
 
 
 class Example(NamedTuple):
-    """A script in the folder, and what its docstring says."""
+    """A script in the folder, with the purpose and the start command from its docstring."""
 
     script: Path
     shows: str
     start: str
-    """The command that starts it."""
 
 
 def examples() -> dict[str, Example]:
-    """All examples by name. A docstring begins with what the script shows; its indented line is the command."""
-    found = {}
+    by_name = {}
     for script in sorted(FOLDER.glob("*.py")):
         docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
         shows, start, *_ = docstring.split("\n\n")
-        found[script.stem] = Example(script, " ".join(shows.split()), start.strip())
-    return found
+        by_name[script.stem] = Example(script, " ".join(shows.split()), start.strip())
+    return by_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     known = examples()
     if args.name is None:
-        rows = [row for name, each in known.items() for row in ((name, each.shows), ("", each.start))]
+        rows = [row for name, example in known.items() for row in ((name, example.shows), ("", example.start))]
         print(f"{paragraphs(rows)}\n\nfp8-backends examples NAME copies one into this folder.")
         return 0
     name = args.name.removesuffix(".py")

@@ -1,4 +1,4 @@
-"""The command `fp8-backends`, also `python -m fp8_backends`."""
+"""Run the command `fp8-backends`, also `python -m fp8_backends`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COMMANDS = {
         "run a training script, unmodified, in FP8: takes everything that accelerate launch takes",
     ),
     "config": (
-        ".config.command",
+        ".config",
         "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate",
     ),
-    "doctor": (".doctor.command", "which backends run on this machine, proven by a test, and why not"),
+    "doctor": (".doctor", "which backends run on this machine, proven by a test, and why not"),
     "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
     "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
     "compare": (
@@ -32,29 +32,25 @@ COMMANDS = {
         "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html",
     ),
     "monitor": (
-        ".monitor.command",
+        ".monitor",
         "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
     ),
-    "advise": (
-        ".advise",
-        "the mildest change of a recipe that halves the error of its gradients, measured on a model",
-    ),
+    "advise": (".advise", "the mildest change of a recipe that halves the error of its gradients, measured on a model"),
     "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
 }
-"""Each command's module and purpose. The module has `add_arguments(parser)` and `run(args) -> exit code`, and is
-imported only when its command is the one to run; that of `launch` has `run(words)`."""
+"""Module and purpose of each command. The module has `add_arguments(parser)` and `run(args) -> exit code`, and is
+imported only to run its command; `run` of `launch` takes the words."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Cuts a long word that it refuses."""
+    """Shorten long words in errors."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message, 1000))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; 2 with one message on stderr for what cannot be done as asked, and 130
-    with one where Ctrl-C ended it."""
+    """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")

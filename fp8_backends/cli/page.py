@@ -1,11 +1,11 @@
-"""Draw the page of every command: one file without outside references, in the colours of one style sheet.
+"""Draw the HTML page of a command: one self-contained file in the colours of one style sheet, light or dark.
 
-Charts are as wide as the screen: across, places are percentages. Colours are variables of the style sheet, which has
-light and dark ones.
+Charts are as wide as the screen: horizontal positions are percentages.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pathlib import Path
 from .terminal import Verdict, with_minus_signs
 
 COLORS = 7
-"""Colours `--c1`, `--c2`, … of the style sheet."""
+"""Number of colours in the style sheet: `--c1`, `--c2`, …"""
 
 
 def page(
@@ -26,8 +26,7 @@ def page(
     sections: Mapping[str, str],
     badge: str = "",
 ) -> str:
-    """Return a whole page: a line of facts, the verdict, figures in large (label and value), and sections of HTML by
-    title. Empty sections are left out."""
+    """Return a page: facts, the verdict, large figures (label, value), and non-empty HTML sections by title."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     tiles = "".join(
         f'<div class="tile"><div class="value">{signed(value)}</div><div class="label">{escape(label)}</div></div>'
@@ -52,17 +51,17 @@ def page(
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table of cells that are HTML. The first column names the rows."""
-    keys = ["name", *[""] * (len(headings) - 1)]
+    """Draw a table of HTML cells; the first column names the rows."""
+    classes = ["name", *[""] * (len(headings) - 1)]
     head = "".join(
-        f'<th class="{key}">{escape(each).replace("/", "/<wbr>")}</th>'
-        for key, each in zip(keys, headings, strict=True)
+        f'<th class="{css}">{escape(heading).replace("/", "/<wbr>")}</th>'
+        for css, heading in zip(classes, headings, strict=True)
     )
     lines = []
     for row in rows:
         cells = (
-            f'<td class="{"muted" if cell in ("emulated", "–") else key}" data-label="{escape(each)}">{cell}</td>'
-            for key, each, cell in zip(keys, headings, row, strict=True)
+            f'<td class="{"muted" if cell in ("emulated", "–") else css}" data-label="{escape(heading)}">{cell}</td>'
+            for css, heading, cell in zip(classes, headings, row, strict=True)
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
     body = "\n".join(lines)
@@ -70,13 +69,16 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def aside(text: str) -> str:
-    """Write a remark below a table or chart."""
     return f'<p class="aside">{escape(text, quote=False)}</p>'
 
 
 def bullets(items: Iterable[str], css: str = "") -> str:
-    """Make a list of items that are HTML."""
     return f'<ul class="{css}">{"".join(f"<li>{item}</li>" for item in items)}</ul>'
+
+
+def details(summary: str, html: str) -> str:
+    """Fold HTML behind a line that opens it."""
+    return f"<details><summary>{summary}</summary>{html}</details>"
 
 
 def cards(bodies: Mapping[str, str]) -> str:
@@ -91,7 +93,7 @@ def chip(name: str, color: str) -> str:
 
 
 def signed(text: str) -> str:
-    """Write a minus sign for the hyphen before a number, as HTML."""
+    """Escape a text and replace the hyphen before a number by a minus sign."""
     return escape(with_minus_signs(text))
 
 
@@ -100,19 +102,18 @@ def signed(text: str) -> str:
 
 @dataclass
 class Series:
-    """One line with its band."""
+    """One line by step, with its band; values that are not finite leave a gap."""
 
     name: str
     color: str
     """A CSS colour, such as `var(--c1)`."""
     values: Sequence[float]
-    """Values by step; not finite where the line has a gap."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
 
 
 class Scale:
-    """Values to places (percent of the width, pixels of the height), with round ticks."""
+    """Map values to positions (percent of the width, pixels of the height), with round ticks."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start, self.end = low, high if high > low else low + 1, start, end
@@ -136,12 +137,14 @@ def curves(
     y_label: str,
     zero_line: bool = False,
     height: int = 320,
+    legend: bool = False,
 ) -> str:
-    """Draw lines over training steps, with their names; nothing where no value is finite."""
-    series = [each for each in series if any(map(math.isfinite, each.values))]
+    """Draw lines over training steps; return "" if no value is finite."""
+    names = bullets((chip(line.name, line.color) for line in series), "legend") if legend else ""
+    series = [line for line in series if any(map(math.isfinite, line.values))]
     if not series:
         return ""
-    values = [v for each in series for v in (*each.values, *each.low, *each.high) if math.isfinite(v)]
+    values = [v for line in series for v in (*line.values, *line.low, *line.high) if math.isfinite(v)]
     values += [0.0] if zero_line else []
     low, high = min(values), max(values)
     pad = (high - low) * 0.05 or 0.05
@@ -156,30 +159,26 @@ def curves(
     parts.append(text(50, height - 4, "training step", anchor="middle"))
     parts += [line("zero", 0, y(0), 100, y(0))] if zero_line else []
     parts.append(f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" preserveAspectRatio="none">')
-    for each in series:
-        edges = [
-            [f"{x(step)} {y(value)}" for step, value in zip(steps, values, strict=False) if math.isfinite(value)]
-            for values in (each.high, each.low)
-        ]
-        if edges[0]:
-            parts.append(f'<path class="band" d="M{"L".join([*edges[0], *reversed(edges[1])])}Z" fill="{each.color}"/>')
-    for each in series:
-        points: list[str] = []
-        for step, value in [*zip(steps, each.values, strict=False), (None, math.nan)]:
-            if math.isfinite(value):
-                points.append(f"{x(step)} {y(value)}")
-            elif points:
-                path = f'<path class="curve" stroke="{each.color}" d="M{"L".join(points)}">'
-                parts.append(f"{path}<title>{escape(each.name)}</title></path>")
-                points = []
+    for band in series:
+        high, low = (
+            [f"{x(step)} {y(value)}" for step, value in zip(steps, edge, strict=False) if math.isfinite(value)]
+            for edge in (band.high, band.low)
+        )
+        if high:
+            parts.append(f'<path class="band" d="M{"L".join([*high, *reversed(low)])}Z" fill="{band.color}"/>')
+    for curve in series:
+        points = list(zip(steps, curve.values, strict=False))
+        for is_finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+            if is_finite:
+                path = "L".join(f"{x(step)} {y(value)}" for step, value in run)
+                title_of_curve = f"<title>{escape(curve.name)}</title>"
+                parts.append(f'<path class="curve" stroke="{curve.color}" d="M{path}">{title_of_curve}</path>')
     chart = drawing(height, title, [*parts, "</svg>"])
-    return f'<div class="chart with-y-axis">{chart}</div>'
+    return f'{names}<div class="chart with-y-axis">{chart}</div>'
 
 
 @dataclass
 class Interval:
-    """One row of a plot of intervals."""
-
     name: str
     color: str
     mean: float
@@ -190,7 +189,7 @@ class Interval:
 
 
 def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str, x_label: str) -> str:
-    """Draw each row's mean, interval and points, with the bound, and the spread around zero as a band."""
+    """Draw each row's mean, interval and points over the bound and the spread around zero."""
     if not rows:
         return ""
     row_height, top = 58, 4
@@ -223,7 +222,7 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str,
 
 
 def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
-    """Draw horizontal bars from zero: (name, colour, value, label)."""
+    """Draw a horizontal bar from zero for each (name, colour, value, label)."""
     if not rows:
         return ""
     largest = max(value for _, _, value, _ in rows) or 1
@@ -236,7 +235,7 @@ def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
 
 
 def drawing(height: float, title: str, parts: Sequence[str]) -> str:
-    """Return a drawing as wide as the page has room for. Its texts keep their size."""
+    """Return a drawing that fills the width of the page; its texts keep their size."""
     body = "\n".join(parts)
     name = escape(title)
     return f'<svg height="{height}" role="img" aria-label="{name}">\n<title>{name}</title>\n{body}\n</svg>'

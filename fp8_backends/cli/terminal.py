@@ -1,4 +1,4 @@
-"""Print paragraphs, tables and progress for every command, laid out by rich, imported at the first table."""
+"""Print paragraphs, tables and progress for every command; rich is imported at the first table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from textwrap import TextWrapper
 from typing import Literal, NamedTuple
 
 WIDTH = 100
-"""The width where none is known, such as in a file. No paragraph is wider."""
+"""Default width, such as in a file, and maximum width of paragraphs."""
 
 
 class Verdict(NamedTuple):
-    """The top of a report, printed or on a page."""
+    """Top of a report, printed or on a page."""
 
     mood: str
     """`good`, `open` or `bad`: classes of the style sheet."""
@@ -27,12 +27,12 @@ class Verdict(NamedTuple):
 
 
 def width() -> int:
-    """The columns of the terminal, or what `COLUMNS` in the environment says."""
+    """Return the columns of the terminal, or `COLUMNS` of the environment."""
     return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
-    """Lay texts out beside their labels. A label may be empty. Long words, such as addresses of pages, stay whole."""
+    """Lay out (label, text) rows. Labels may be empty; long words, such as URLs, stay whole."""
     rows, lines = list(rows), []
     start = max([label_width, *(len(label) for label, _ in rows)]) + 1 if label_width else 0
     for label, text in rows:
@@ -43,12 +43,11 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lay out a text without a label."""
     return paragraphs([("", text)], label_width=0)
 
 
 def change(ratio: float) -> str:
-    """Write what a ratio is more or less than one, such as `+9.4 %`; only one itself is no change."""
+    """Write a ratio as a signed percentage, such as `+9.4 %`; only 1 is `±0 %`."""
     if ratio == 1:
         return "±0 %"
     difference = 100 * (ratio - 1)
@@ -56,7 +55,7 @@ def change(ratio: float) -> str:
 
 
 def with_minus_signs(text: str) -> str:
-    """Write a minus sign for each hyphen that stands before a number."""
+    """Replace each hyphen before a number by a minus sign."""
     return re.sub(r"(?<![\w-])-(?=[\d<])", "−", text)
 
 
@@ -69,40 +68,38 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
-    """Draw headings and cells in as many parts as the width asks for. Each part begins with the first column, aligned
-    to the left."""
+    """Draw headings and cells, split into parts if too wide; each part begins with the first column, left-aligned."""
     from rich.console import Console
     from rich.table import Table
 
     columns = width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
+
+    def width_of(part: list[int]) -> int:
+        return sum(widths[column] + space for column in part)
+
     parts = [[0]]
     for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) > columns + space:
+        if len(parts[-1]) > 1 and width_of([*parts[-1], column]) > columns + space:
             parts.append([0])
         parts[-1].append(column)
     texts = []
     for part in parts:
-        shown = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
+        grid = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
         for column in part:
-            shown.add_column(rows[0][column], justify=justify if column else "left", no_wrap=True)
+            grid.add_column(rows[0][column], justify=justify if column else "left", no_wrap=True)
         for row in rows[1:]:
-            shown.add_row(*(row[column] for column in part))
-        part_width = sum(widths[each] + space for each in part)
-        console = Console(
-            file=io.StringIO(), width=part_width, color_system=None, markup=False, highlight=False, emoji=False
-        )
-        console.print(shown)
+            grid.add_row(*(row[column] for column in part))
+        plain = {"color_system": None, "markup": False, "highlight": False, "emoji": False}
+        console = Console(file=io.StringIO(), width=width_of(part), **plain)
+        console.print(grid)
         texts.append("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
     return "\n\n".join(texts)
 
 
 class Progress:
-    """Show on standard error that work goes on: one line, and on a terminal its steps and seconds as they pass.
-
-    Used in a `with` statement; called with the name of each step as it begins. Before the first one it says nothing.
-    """
+    """Show work in progress on standard error, from the first call on: one line, on a terminal steps, bar and time."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -112,7 +109,8 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __call__(self, step: str) -> None:
+    def __call__(self, step: str, done: float | None = None) -> None:
+        """Begin or update a step; `done` is the finished share, 0 to 1, of all steps, if known."""
         if not self.has_begun:
             self.has_begun = True
             if not sys.stderr.isatty():
@@ -122,12 +120,14 @@ class Progress:
             from rich.console import Console
 
             text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
-            columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
+            columns = (progress.SpinnerColumn(), text, progress.BarColumn(20), progress.TimeElapsedColumn())
             self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.add_task(self.text)
             self.bar.start()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=f"{self.text}: {step}", refresh=True)
+            total, description = None if done is None else 1, f"{self.text}: {step}"
+            self.bar.update(self.bar.task_ids[0], description=description, completed=done or 0, total=total)
+            self.bar.refresh()
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

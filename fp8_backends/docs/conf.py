@@ -1,8 +1,7 @@
-"""Sphinx's settings for the guides: `python -m sphinx -W fp8_backends/docs OUTPUT`.
+"""Configure Sphinx for the guides: `python -m sphinx -W fp8_backends/docs OUTPUT`.
 
-The guides are plain reStructuredText that also reads well on a code host, so they link to each other by file name
-(`Levels <levels.rst>`_). In the web pages such a link leads to the page, and one that leaves this folder is shown as
-the path of the file in the repository.
+The guides are plain reStructuredText and link to each other by file name (`Levels <levels.rst>`_), for code hosts. On
+the web pages such a link leads to the page, or becomes the path of a file outside this folder.
 """
 
 from pathlib import Path
@@ -22,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_links(app, doctree, docname):
-    """Make each relative link to a .rst file one to its page, or a path if it leaves the folder, as a script's does. A
-    missing file is a warning."""
+    """Point relative links to pages, and write links out of the folder as paths. Warn about missing files."""
     for link in list(doctree.findall(nodes.reference)):
         target = link.get("refuri", "")
         if not target.endswith((".rst", ".py")) or "://" in target:

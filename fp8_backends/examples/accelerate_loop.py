@@ -1,4 +1,4 @@
-"""A plain Accelerate loop: the recipe goes to the Accelerator, and nothing else differs from training in bf16.
+"""Train in a plain Accelerate loop: only the recipe differs from training in bf16.
 
 python accelerate_loop.py --backend native:dynamic
 """

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its precision plugin for FP8. Scaling states are part of Lightning's own checkpoints.
+"""Train with Lightning's Trainer and the FP8 precision plugin. Lightning's checkpoints include the scaling states.
 
 python lightning_fit.py --backend native:delayed
 """

@@ -1,4 +1,4 @@
-"""PEFT's LoRA over a frozen base that is stored in FP8, one byte for each weight. Adapters stay in full precision.
+"""Train PEFT's LoRA over a frozen base in FP8, one byte for each weight. Adapters stay in full precision.
 
 python lora.py --backend native:dynamic
 """

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, as it is: FP8 comes from the environment.
+"""Train with the unmodified Trainer of transformers: the environment turns FP8 on.
 
     python trainer.py --backend native:dynamic
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer. TRL sets bf16=True by itself; with FP8 that means FP8 over bf16.
+"""Fine-tune with TRL's SFTTrainer. TRL sets bf16=True automatically, here FP8 over bf16.
 
     python trl_sft.py --backend native:dynamic
 

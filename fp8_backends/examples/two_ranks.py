@@ -1,7 +1,6 @@
-"""Two ranks under DDP with MS-AMP's levels: gradients travel in FP8, and at O3 each rank keeps the masters and Adam
-states of half the weights.
+"""Train with MS-AMP's levels on two DDP ranks: FP8 gradients, and at O3 masters and Adam states sharded over the ranks.
 
-    torchrun --nproc_per_node 2 two_ranks.py --backend msamp:O3
+torchrun --nproc_per_node 2 two_ranks.py --backend msamp:O3
 """
 
 import argparse

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import nn
 
-from fp8_backends.cli.compare.checks import checks
 from fp8_backends.cli.compare.comparison import Comparison
-from fp8_backends.cli.compare.settings import Settings
+from fp8_backends.cli.compare.summary import checks
 from fp8_backends.cli.compare.training_run import Run, take_turn
+from fp8_backends.cli.compare.workload import Settings
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"
 
 
 def write_text(folder: Path, files: int = 20) -> Path:
-    """A folder of small text files that differ from one another."""
+    """Write a folder of small, different text files."""
     folder.mkdir(parents=True, exist_ok=True)
     words = WORDS.split()
     for number in range(files):
@@ -117,3 +119,29 @@ PLANTS = {"frozen": freeze, "flipped-wgrad": lambda weight, _: weight.register_h
 
 def checks_by_name(comparison: Comparison, backend: str) -> dict[str, bool | None]:
     return {check.name: check.passed for check in checks(comparison.results)[backend]}
+
+
+class _Tags(HTMLParser):
+    """Check that tags close in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check_page(html: str) -> None:
+    """Check that a page is one well-formed file without scripts and outside references."""
+    tags = _Tags()
+    tags.feed(html)
+    assert not tags.open
+    assert not re.search(r"<script|src=|href=|url\(|@import|https?://", html)

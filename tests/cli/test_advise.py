@@ -1,4 +1,4 @@
-"""`fp8-backends advise`: a model and a text in, the table and the recipe to paste out."""
+"""Test `fp8-backends advise`: from a model and a text to the table and the recipe to paste."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from fp8_backends.recipes.merging import merged
 RECIPES = [
     {"backend": "native:rowwise"},
     {"backend": "native:delayed", "exclude": ["model.layers.0.mlp.up_proj", "lm_head"], "margin": 2},
-    {
-        "backend": "msamp:O2",
-        "exclude": ["a.b"],
-        "rounding": "nearest",
-        "use_autocast_during_eval": True,
-    },
+    {"backend": "msamp:O2", "exclude": ["a.b"], "rounding": "nearest", "use_autocast_during_eval": True},
     {"backend": "native:dynamic+msamp:O1", "override_linear_precision": (False, False, True)},
 ]
 
@@ -54,7 +49,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_saved_model_is_measured_with_its_weights(folder, capsys):
+def test_a_saved_model_keeps_its_weights(folder, capsys):
     arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", *SMALL]
     assert main([*arguments, "--max_trials", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -63,7 +58,7 @@ def test_a_saved_model_is_measured_with_its_weights(folder, capsys):
     assert found["paste"]["code"].startswith("FP8RecipeKwargs(backend='native:")
 
 
-def test_a_configuration_alone_gets_random_weights_and_the_table_is_printed(folder, capsys):
+def test_a_configuration_without_weights_gets_random_ones(folder, capsys):
     config = folder / "accelerate.yaml"
     config.write_text("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: native, exclude: '*o_proj'}")
     arguments = ["--model", str(folder / "config" / "config.json"), "--config_file", str(config), *SMALL]
@@ -82,6 +77,6 @@ def test_a_configuration_alone_gets_random_weights_and_the_table_is_printed(fold
         (["--text", "nothing/here"], "--text nothing/here"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line_with_exit_code_2(arguments, message, capsys):
+def test_invalid_arguments_exit_with_2_and_one_line(arguments, message, capsys):
     assert main(["advise", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,25 +1,20 @@
-"""Axolotl's keys, read as this package means them."""
+"""Test the meaning of Axolotl's keys."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import yaml
 
 from fp8_backends import RecipeError
 from fp8_backends.cli.config.axolotl_config import read_axolotl
 
 BASE = {"base_model": "meta-llama/Llama-3.2-3B", "datasets": [{"path": "x"}], "sequence_len": 512, "bf16": "auto"}
-FSDP2 = {
-    "fsdp_version": 2,
-    "fsdp_config": {
-        "offload_params": False,
-        "cpu_ram_efficient_loading": True,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-        "state_dict_type": "FULL_STATE_DICT",
-        "reshard_after_forward": True,
-    },
-}
+FSDP2 = yaml.safe_load("""
+fsdp_version: 2
+fsdp_config: {offload_params: false, cpu_ram_efficient_loading: true, auto_wrap_policy: TRANSFORMER_BASED_WRAP,
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer, state_dict_type: FULL_STATE_DICT, reshard_after_forward: true}
+""")
 FP8 = {"fp8": True, "fp8_enable_fsdp_float8_all_gather": True, "torch_compile": True}
 
 
@@ -38,26 +33,14 @@ def test_the_documented_fp8_example(hopper):
     assert (config.mixed_precision, config.parallel, config.compiled, config.processes) == ("fp8", "fsdp2", "full", 8)
     assert config.findings() == []
     assert config.passed_over == ["base_model", "datasets"]
-    assert config.for_accelerate() == {
-        "compute_environment": "LOCAL_MACHINE",
-        "num_machines": 1,
-        "machine_rank": 0,
-        "use_cpu": False,
-        "distributed_type": "FSDP",
-        "num_processes": 8,
-        "mixed_precision": "fp8",
-        "fp8_config": {"backend": "ao:tensorwise", "all_gather": True},
-        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_offload_params": False,
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-            "fsdp_state_dict_type": "FULL_STATE_DICT",
-            "fsdp_reshard_after_forward": True,
-        },
-    }
+    assert config.for_accelerate() == yaml.safe_load("""
+      {compute_environment: LOCAL_MACHINE, num_machines: 1, machine_rank: 0, use_cpu: false, distributed_type: FSDP,
+       num_processes: 8, mixed_precision: fp8, fp8_config: {backend: "ao:tensorwise", all_gather: true},
+       dynamo_config: {dynamo_backend: INDUCTOR}, fsdp_config: {fsdp_version: 2, fsdp_offload_params: false,
+       fsdp_cpu_ram_efficient_loading: true, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP,
+       fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_state_dict_type: FULL_STATE_DICT,
+       fsdp_reshard_after_forward: true}}
+    """)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -88,7 +71,7 @@ def test_precision(values, precision):
     assert ("fp8_config" in config.for_accelerate()) == (precision == "fp8")
 
 
-def test_fp16_beside_fp8_is_what_runs_around_it():
+def test_fp16_beside_fp8_is_the_precision_around_it():
     assert meant(fp8=True, fp16=True).recipe.autocast_dtype == "fp16"
     assert meant(fp8=True, fp16=True, bf16=True).recipe.autocast_dtype == "bf16"
     assert "engine_decides" in findings(meant(fp8=True, fp16=True, **FSDP2))
@@ -117,7 +100,7 @@ def test_prefixed_keys_mean_the_same():
     assert meant(fsdp_version=2, fsdp_config=prefixed).for_accelerate() == meant(**FSDP2).for_accelerate()
 
 
-def test_efficient_loading_is_off_unless_said():
+def test_efficient_loading_is_off_by_default():
     """The launcher's own default is on."""
     config = meant(fp8=True, fsdp_version=2, fsdp_config={"reshard_after_forward": True})
     assert config.accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
@@ -141,33 +124,22 @@ def test_processes(monkeypatch):
         ({"fp8_enable_fsdp_float8_allgather": True}, "did you mean 'fp8_enable_fsdp_float8_all_gather'"),
         ({"FP8": True}, "FP8.*did you mean 'fp8'"),
         ({"fp8": True, "fp8_config": {"recipie": "rowwise"}}, "fp8_config: not known: recipie.*did you mean 'recipe'"),
-        (
-            {"fp8": True, "fp8_config": {"recipe": "blockwise"}},
-            "fp8_config.recipe='blockwise' must be one of tensorwise",
-        ),
+        ({"fp8": True, "fp8_config": {"recipe": "blockwise"}}, "recipe='blockwise' must be one of tensorwise"),
         ({"fp8": True, "fp8_config": "rowwise"}, "fp8_config must be a block of keys, not 'rowwise'"),
         ({"fp8_config": {"recipe": "rowwise"}}, "fp8_config is read with fp8: true only"),
         ({"fp8": "perhaps"}, "fp8='perhaps' must be True or False"),
         ({"fsdp_config": {"reshard_after_foward": True}}, "did you mean 'reshard_after_forward'"),
-        ({"fsdp_conf": {}}, "fsdp_conf.*did you mean 'fsdp_config'"),
         ({"fsdp_config": {"state_dict_type": "FULL"}}, "fsdp_config.state_dict_type='FULL' must be one of"),
-        ({"fsdp_config": {"offload_params": "maybe"}}, "fsdp_config.offload_params='maybe' must be True or False"),
         ({"fsdp_version": 3, **{"fsdp_config": {"offload_params": True}}}, "fsdp_version='3' must be one of 1, 2"),
         ({"fsdp_version": 1, "fsdp_config": {"version": 2}}, "fsdp_version: 1, fsdp_config.version: 2 disagree"),
         ({**FSDP2, "deepspeed": "zero3.json"}, "deepspeed and fsdp_config are two engines"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "write them to a JSON file"),
-        (
-            {"fp8": True, "fsdp_version": 1, "deepspeed": "true"},
-            "deepspeed='true' must be what the engine reads",
-        ),
+        ({"fsdp_version": 1, "deepspeed": "true"}, "deepspeed='true' must be what the engine reads"),
         ({"deepspeed": True}, "deepspeed=True must be what the engine reads"),
-        ({"fsdp": "yes"}, "fsdp='yes' must be what the engine reads"),
-        ({"sequence_len": "long"}, "sequence_len='long' must be a whole number"),
-        ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast' must be one of default"),
         ({"torch_compile": True, "torch_compile_backend": "indctor"}, "torch_compile_backend='indctor' must be one of"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_file(values, expected):
+def test_an_invalid_key_or_value_is_named_with_its_file(values, expected):
     with pytest.raises(RecipeError, match=f"a.yaml.*{expected}"):
         meant(**values)
 
@@ -189,7 +161,7 @@ def test_every_unknown_key_of_a_block_is_named_at_once():
         ({"expert_parallel_size": 2}, "no expert parallelism"),
     ],
 )
-def test_what_is_not_carried_over_is_noted(values, note):
+def test_a_setting_without_an_equivalent_is_noted(values, note):
     assert any(note in each for each in meant(**values).notes)
 
 
@@ -246,7 +218,7 @@ def test_zero_stage_is_read_from_deepspeeds_file(tmp_path):
     assert "level_deepspeed" in findings(config)
 
 
-def test_another_backend_takes_what_it_reads():
+def test_another_backend_keeps_only_its_fields():
     config = meant(**FP8, **FSDP2)
     config.use("te+msamp:O2")
     assert config.recipe.name == "te:delayed+msamp:O2" and config.fields == {"backend": "te+msamp:O2"}

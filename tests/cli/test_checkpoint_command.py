@@ -16,7 +16,7 @@ from test_manifest import checkpoint  # noqa: E402
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two whole checkpoints, a newer one that is damaged, and one that was never finished."""
+    """Write two whole checkpoints, a newer damaged one, and an unfinished one."""
     for step in (1, 2, 3):
         checkpoint(tmp_path / f"checkpoint_{step}", step)
     (tmp_path / "checkpoint_3" / "model.safetensors").unlink()
@@ -34,7 +34,7 @@ def test_a_folder_of_checkpoints_is_listed_and_the_newest_whole_one_named(folder
     assert printed.splitlines()[-1] == f"newest whole one: {folder / 'checkpoint_2'}"
 
 
-def test_json_has_all_of_it(folder, capsys):
+def test_json_has_every_checkpoint(folder, capsys):
     assert main(["checkpoint", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["newest"] == str(folder / "checkpoint_2")
@@ -43,7 +43,7 @@ def test_json_has_all_of_it(folder, capsys):
 
 
 @pytest.mark.parametrize(("name", "code"), [("checkpoint_2", 0), ("checkpoint_3", 1), ("checkpoint_4", 1)])
-def test_the_exit_code_says_whether_a_checkpoint_can_be_loaded(name, code, folder, capsys):
+def test_the_exit_code_is_0_for_a_whole_checkpoint(name, code, folder, capsys):
     assert main(["checkpoint", str(folder / name)]) == code
 
 

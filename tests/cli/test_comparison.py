@@ -1,3 +1,5 @@
+"""Test the order, the time limits and the workers of a comparison."""
+
 from __future__ import annotations
 
 import contextlib
@@ -7,25 +9,31 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 import warm_process
 from cli.comparing import TINY, InProcess, Silent, compared, tiny_settings, write_text
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fp8_backends.cli.compare import workers
-from fp8_backends.cli.compare.checks import checks
-from fp8_backends.cli.compare.comparison import Comparison
-from fp8_backends.cli.compare.workers import worker_environment
+from fp8_backends.cli.compare import comparison as comparing
+from fp8_backends.cli.compare.comparison import Comparison, Timetable, Worker, fit, worker_environment
+from fp8_backends.cli.compare.summary import checks
+from fp8_backends.cli.compare.workload import load_text
 from fp8_backends.cli.main import main
+from fp8_backends.cli.terminal import duration
 from fp8_backends.compute import hardware
+from fp8_backends.errors import RecipeError
 
 REFERENCE = hardware.fast_precision("cpu")
-"""Of a comparison for which none was asked."""
+"""The default reference of a comparison."""
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """Options of a comparison that takes a second a run."""
+    """Options of a comparison of a second a run."""
     import transformers
 
     folder = tmp_path_factory.mktemp("options")
@@ -37,15 +45,14 @@ def options(tmp_path_factory):
 
 @pytest.fixture
 def warm_workers(monkeypatch):
-    monkeypatch.setattr(workers.sys, "executable", warm_process.python())
+    monkeypatch.setattr(comparing.sys, "executable", warm_process.python())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
-def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardware(options, tmp_path, capsys):
-    code = main(
-        [*options, "--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)]
-    )
+def test_the_command_writes_results_and_page(options, tmp_path, capsys):
+    short = ["--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2"]
+    code = main([*options, *short, "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["backends"]) == [REFERENCE, "native:dynamic"] and results["status"] == "finished"
@@ -63,7 +70,7 @@ def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardw
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers(options, tmp_path, ranks):
+def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, tmp_path, ranks):
     command = [*options, "--backends", "native", "--steps", "10", "--seeds", "500", "--nproc", str(ranks)]
     process = subprocess.Popen(
         [warm_process.python(), "-m", "fp8_backends", *command, "--output", str(tmp_path)],
@@ -99,7 +106,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
-    """FP32: the order of the sum over ranks is all that differs."""
+    """In FP32 only the order of the sum over ranks differs."""
     settings = tiny_settings(tmp_path, "fp32", nproc=2, seeds=1)
     comparison = Comparison(settings, tmp_path / "two")
     comparison.run(Silent())
@@ -118,7 +125,7 @@ def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
 
 
 def _processes_in(folder) -> set[int]:
-    """Those that work in a folder, where whatever they start does, too."""
+    """Return the processes in a folder, and with them their children."""
     found = set()
     for process in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -127,38 +134,264 @@ def _processes_in(folder) -> set[int]:
     return found
 
 
-def test_a_worker_that_dies_is_a_failed_check_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_dead_worker_is_a_failed_check(tmp_path, monkeypatch):
     comparison = Comparison(tiny_settings(tmp_path, "native:dynamic"), tmp_path / "out")
-    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
+    monkeypatch.setattr(comparing.sys, "executable", "/bin/false")
     comparison.run(Silent())
     assert comparison.results["status"] == "finished" and comparison.failed
     for backend in ("bf16", "native:dynamic"):
         (check,) = checks(comparison.results)[backend]
-        assert check.outcome == "failed" and "code 1" in check.detail
+        assert check.passed is False and "code 1" in check.detail
 
 
-def test_results_are_written_after_every_run(tmp_path):
-    seen = []
-
-    class Seen(Silent):
-        def run_finished(self, backend, run):
-            seen.append(len(json.loads((tmp_path / "out" / "results.json").read_text())["backends"][backend]["runs"]))
-
-    InProcess(tiny_settings(tmp_path, seeds=3, steps=1), tmp_path / "out").run(Seen())
-    assert seen == [0, 1, 2]  # each run is saved as soon as it was shown
-
-
-def test_results_hold_machine_versions_date_settings_and_no_paths_of_the_user(tmp_path):
+def test_results_hold_machine_versions_date_and_settings(tmp_path):
     results = compared(tmp_path, seeds=1, steps=1).results
     assert results["versions"].keys() >= {"python", "torch", "accelerate"} and results["date"].endswith("+00:00")
     assert results["machine"]["device"] == "cpu" and results["machine"]["processor"]
     assert results["settings"]["steps"] == 1 and len(results["text"]["sha256"]) == 64
 
 
-def test_worker_environment_keeps_what_steers_accelerate_out(monkeypatch):
+def test_worker_environment_excludes_variables_of_accelerate(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     monkeypatch.setenv("FP8_BACKENDS_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     environment = worker_environment()
     assert not {"ACCELERATE_FP8_BACKEND", "FP8_BACKENDS_DISABLE"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
+
+
+class Recorded(Silent):
+    """Record the turns in order."""
+
+    def __init__(self):
+        self.order = []
+
+    def inspecting(self, backend):
+        self.order.append((backend, "first steps"))
+
+    def planned(self, comparison):
+        self.order.append(("about", round(comparison.seconds_left()) >= 0))
+
+    def run_started(self, backend, seed):
+        self.order.append((backend, seed))
+
+
+def test_backends_train_seed_by_seed(tmp_path):
+    recorded = Recorded()
+    InProcess(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=1), tmp_path / "out").run(recorded)
+    names = ("bf16", "native:dynamic", "fp32")
+    assert recorded.order == [
+        *((name, "first steps") for name in names),
+        ("about", True),
+        *((name, seed) for seed in (0, 1) for name in names),
+    ]
+
+
+def test_the_first_seed_gives_gaps_and_checks(tmp_path):
+    found = {}
+
+    class Look(Silent):
+        def run_started(self, backend, seed):
+            if (backend, seed) == ("bf16", 1):
+                found.update(json.loads((tmp_path / "out" / "results.json").read_text()))
+
+    InProcess(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out").run(Look())
+    row, made = found["summary"]["rows"][1], found["summary"]["checks"]["native:dynamic"]
+    assert row["seeds_done"] == 1 and row["gap"]["pairs"] == 1 and len(made) == 6
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Start a worker of bf16."""
+    settings, text = tiny_settings(tmp_path), load_text(tmp_path / "text")
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
+    torch.save(vars(text), tmp_path / "text.pt")
+    return lambda ranks: Worker([str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_idle_worker_ends_with_its_standard_input(started, ranks):
+    worker = started(ranks)
+    assert [event["event"] for event in worker.events("ready", ranks)] == ["ready"] * ranks
+    comparing.dismiss([worker])
+    assert worker.process.returncode == 0 and list(worker.events("run")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
+def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
+    worker = started(1)
+    list(worker.events("ready"))
+    worker.give_turn()
+    (inspected,) = worker.events("inspected")
+    assert 0 < inspected["step_seconds"] and 0 < inspected["start_seconds"]
+    changed = tiny_settings(tmp_path, steps=3)
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(changed)))
+    worker.give_turn()
+    run = list(worker.events("run"))[-1]
+    assert run["seed"] == 0 and len(run["losses"]) == 3
+    comparing.dismiss([worker])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
+def test_a_killed_worker_drops_out(tmp_path):
+    comparison = Comparison(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=2, seeds=3), tmp_path / "out")
+
+    class Killing(Recorded):
+        def run_finished(self, backend, run):
+            if (backend, run["seed"]) == ("fp32", 0):  # while it waits for its turn
+                os.kill(comparison.workers["native:dynamic"].process.pid, signal.SIGKILL)
+
+    killing = Killing()
+    comparison.run(killing)
+    found = comparison.results["backends"]
+    assert {name: len(each["runs"]) for name, each in found.items()} == {"bf16": 3, "native:dynamic": 1, "fp32": 3}
+    assert found["native:dynamic"]["status"] == "failed" and "code -9" in found["native:dynamic"]["message"]
+    assert found["bf16"]["status"] == found["fp32"]["status"] == comparison.results["status"] == "finished"
+    assert ("native:dynamic", 2) not in killing.order and comparison.failed
+
+
+def test_without_the_reference_checks_against_it_are_missing(tmp_path):
+    class NoReference(InProcess):
+        def _worker(self, arguments):
+            worker = super()._worker(arguments)
+            if arguments[2] == "bf16":
+                worker.ended, worker.events, worker.why_it_ended = True, lambda *_: [], lambda: "out of order"
+            return worker
+
+    comparison = NoReference(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out")
+    comparison.run(Silent())
+    assert comparison.results["backends"]["bf16"]["message"] == "out of order"
+    names = [check.name for check in checks(comparison.results)["native:dynamic"]]
+    assert len(comparison.results["backends"]["native:dynamic"]["runs"]) == 2
+    assert len(names) == 4 and not any("held-out" in name or "same initial" in name for name in names)
+
+
+class TwoSeedsOfThreeSteps(Timetable):
+    """Plans four seeds of three steps, and after two of them has no time for more."""
+
+    def fitted(self, settings, elapsed):
+        return replace(settings, steps=3, seeds=4)
+
+    def another_round_fits(self, settings, elapsed):
+        return len(self.measured["bf16"]) < 2
+
+
+def test_minutes_reduce_steps_and_seeds(tmp_path):
+    comparison = InProcess(tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0), tmp_path / "out")
+    comparison.timetable = TwoSeedsOfThreeSteps()
+    comparison.run(Silent())
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["asked"] == {"steps": 6, "seeds": 5} and results["settings"]["minutes"] == 7.0
+    assert (results["settings"]["steps"], results["settings"]["seeds"]) == (3, 2)
+    assert [len(run["losses"]) for run in results["backends"]["bf16"]["runs"]] == [3, 3]
+    assert results["status"] == results["backends"]["bf16"]["status"] == "finished"
+    assert "2 of 5 seeds" in results["note"] and results["note"] in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_too_few_minutes_end_the_comparison_with_the_reason(tmp_path):
+    comparison = InProcess(tiny_settings(tmp_path, minutes=1e-6), tmp_path / "out")
+    with pytest.raises(RecipeError, match="--minutes 1e-06 is too little for one seed of 6 steps") as error:
+        comparison.run(Silent())
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["status"] == "terminated" and results["note"] == str(error.value)
+
+
+@pytest.mark.parametrize(("share", "windows"), [(0.2, 128), (0.5, 320), (0.001, 8)])
+def test_held_out_windows_are_a_share_and_at_least_a_batch(tmp_path, share, windows):
+    assert tiny_settings(tmp_path, steps=80, batch=8, held_out_share=share).held_out_windows == windows
+
+
+def test_a_short_text_has_fewer_held_out_windows(tmp_path):
+    comparison = InProcess(tiny_settings(tmp_path, steps=100, held_out_share=10.0), tmp_path / "out")
+    held_out = comparison.text.held_out
+    assert comparison.results["held_out_windows"] == len(held_out) // 32 < comparison.settings.held_out_windows
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fitting"),
+    [
+        (1000, (80, 5)),  # all that was asked for
+        (400, (80, 5)),
+        (399, (80, 4)),
+        (240, (80, 3)),
+        (239, (79, 3)),  # steps are given up for three seeds
+        (60, (20, 3)),
+        (59, (20, 2)),  # seeds only then
+        (20, (20, 1)),
+        (19, (20, 0)),
+        (-50, (20, 0)),  # turn 0 took longer than there was
+    ],
+)
+def test_steps_are_given_up_for_three_seeds(seconds, fitting):
+    assert fit(seconds, 80, 5, lambda steps: steps) == fitting
+
+
+def test_few_steps_or_seeds_stay_few():
+    assert fit(1000, 5, 2, lambda steps: steps) == (5, 2)
+    assert fit(9, 5, 2, lambda steps: steps) == (5, 1)
+
+
+@given(st.floats(-100, 1e5), st.integers(1, 500), st.integers(1, 20), st.floats(0.001, 10), st.floats(0, 50))
+def test_the_best_fitting_choice_is_taken(seconds, steps, seeds, step_seconds, start):
+    def takes(count):
+        return start + step_seconds * count
+
+    wanted = min(3, seeds)
+    found_steps, found_seeds = fit(seconds, steps, seeds, takes)
+    assert min(comparing.FEWEST_STEPS, steps) <= found_steps <= steps and 0 <= found_seeds <= seeds
+    assert found_seeds * takes(found_steps) <= max(0, seconds) * (1 + 1e-9)
+    if found_steps < steps:
+        assert wanted * takes(found_steps + 1) > seconds
+    if found_seeds < seeds:
+        assert (found_seeds + 1) * takes(found_steps) > seconds - 1e-6
+    if found_seeds < wanted:
+        assert found_steps == min(comparing.FEWEST_STEPS, steps)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return tiny_settings(tmp_path, steps=40, seeds=5, batch=4, held_out_share=0.3, minutes=1.0)
+
+
+@pytest.fixture
+def timetable():
+    """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1 x 0.5 s a step."""
+    timetable = Timetable()
+    timetable.paces |= {"bf16": (2.0, 0.2), "native:dynamic": (1.5, 0.3)}
+    return timetable
+
+
+def test_measured_runs_replace_estimates(settings, timetable):
+    assert timetable.round_seconds(settings) == pytest.approx(3.5 + 0.5 * 44)
+    timetable.measured["bf16"] += [4.0, 6.0]
+    assert timetable.run_seconds("bf16", settings) == 5.0
+    del timetable.paces["bf16"]
+    assert timetable.round_seconds(settings) == pytest.approx(1.5 + 0.3 * 44)
+
+
+def test_elapsed_time_counts(settings, timetable):
+    fitted = timetable.fitted(settings, elapsed=0.0)
+    later = timetable.fitted(settings, elapsed=10.0)
+    assert (fitted.steps, fitted.seeds) == (26, 3) and (later.steps, later.seeds) == (20, 3)
+    assert timetable.another_round_fits(settings, elapsed=28.0)
+    assert not timetable.another_round_fits(settings, elapsed=29.0)
+    assert timetable.another_round_fits(replace(settings, minutes=None), elapsed=1e9)
+
+
+def test_too_few_minutes_are_an_error_with_the_needed_ones(settings, timetable):
+    message = r"--minutes 0\.2 is too little for one seed of 20 steps with 2 backends: give --minutes ([0-9.]+)"
+    with pytest.raises(RecipeError, match=message) as error:
+        timetable.fitted(replace(settings, minutes=0.2), elapsed=1.0)
+    needed = float(str(error.value).split("give --minutes ")[1].split()[0])
+    assert timetable.fitted(replace(settings, minutes=needed), elapsed=1.0).seeds == 1
+    with pytest.raises(RecipeError):
+        timetable.fitted(replace(settings, minutes=needed - 0.1), elapsed=1.0)
+
+
+def test_durations_are_readable():
+    readable = "0 s, 60 s, 99 s, 2 min, 1 h 0 min, 1 h 0 min, 2 h 5 min"
+    assert ", ".join(map(duration, (0.4, 59.6, 99.4, 100, 3599, 3601, 7500))) == readable

@@ -3,12 +3,10 @@ import json
 import pytest
 import torch
 from transformers import (
-    AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     LlamaConfig,
     MixtralConfig,
     ResNetConfig,
-    T5Config,
     WhisperConfig,
 )
 
@@ -32,7 +30,7 @@ def printed_by(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys, monkeypatch):
+def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
     code, printed = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
@@ -64,31 +62,22 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
 
 
-WHISPER = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        (T5Config(vocab_size=512, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2), 2048),
-        (WhisperConfig(**WHISPER, encoder_attention_heads=2, decoder_attention_heads=2), 448),
-    ],
-    ids=["T5", "Whisper"],
-)
-def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens, tmp_path, capsys):
-    """Both stacks, with the class that has both. A transcript of Whisper's has at most 448 tokens, and the positions of
-    its encoder do not train."""
+def test_an_encoder_decoder_has_all_parameters_and_the_length_of_a_transcript(tmp_path, capsys):
+    layers = {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()}
+    config = WhisperConfig(**layers, d_model=64)
     config.save_pretrained(tmp_path)
     code, printed = printed_by(capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80")
     assert code == 0 and printed.err == f"tracing a training step of {tmp_path} …\n"
     found = json.loads(printed.out)
     with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForSpeechSeq2Seq
-        parameters = list(model.from_config(config).parameters())
-    static = sum(p.numel() * (16 if p.requires_grad else 4) for p in parameters)
+        parameters = list(AutoModelForSpeechSeq2Seq.from_config(config).parameters())
+    static = sum(p.numel() * (16 if p.requires_grad else 4) for p in parameters)  # positions of the encoder are fixed
     assert found["parameters"] == sum(p.numel() for p in parameters)
     assert found["estimates"][0]["static"] == pytest.approx(static, rel=1e-4)
-    assert found["settings"]["sequence"] == tokens
+    assert found["settings"]["sequence"] == 448
+
+
+LAYERS = {"layers": 1, "attention_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +96,7 @@ def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens,
         (["MODEL", "--sequence", "512"], "exceeds the model's 256 positions"),
     ],
 )
-def test_what_cannot_be_estimated_exits_with_2_and_one_message(config, capsys, arguments, expected):
+def test_invalid_arguments_exit_with_2_and_one_message(config, capsys, arguments, expected):
     code, printed = printed_by(capsys, *(config if each == "MODEL" else each for each in arguments))
     assert code == 2 and expected in printed.err and printed.err.startswith("fp8-backends estimate: ")
     assert "Traceback" not in printed.err and not printed.out
@@ -129,8 +118,7 @@ def advised(config, chip, *backends):
     return fp8_advice(ModelShape("", config), device_named(chip), list(backends))
 
 
-def test_where_fp8_brings_no_speed_one_line_says_so():
-    """For all backends at once, or for those of which it is true; nothing where the chip is not known."""
+def test_advice_names_chips_and_models_without_speed():
     small, large = LlamaConfig(num_hidden_layers=1), LlamaConfig(num_hidden_layers=32)
     assert advised(large, "h100", "native:dynamic") == [] and advised(small, "80", "native:dynamic") == []
     assert advised(small, "h100") == []
@@ -142,7 +130,7 @@ def test_where_fp8_brings_no_speed_one_line_says_so():
     assert "of FP8 with ao:tensorwise: less than half of the products" in line
 
 
-def test_what_auto_means_on_a_chip_with_fp8_products_is_said():
+def test_advice_names_the_choice_of_auto():
     (line,) = auto_advice(device_named("h100"))
     assert line.startswith("without TransformerEngine auto means ao there: no training by native")
     assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []

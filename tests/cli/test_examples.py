@@ -1,4 +1,4 @@
-"""The gallery: what each script may import, the command that lists and copies them, and that all of them train."""
+"""Test the examples: their imports, the command to list and copy them, and their training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EXAMPLES = examples()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_script_is_short_says_how_it_starts_and_uses_public_names_alone(name):
-    """What it imports beside the package's public names stands in a guide."""
+def test_a_script_is_short_with_a_start_command_and_public_names(name):
+    """Further imports of the package are in a guide."""
     source = EXAMPLES[name].script.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 60
     words = shlex.split(EXAMPLES[name].start)
@@ -46,29 +46,29 @@ def test_a_script_is_short_says_how_it_starts_and_uses_public_names_alone(name):
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 9 and all(each.start in printed for each in EXAMPLES.values())
+    assert len(EXAMPLES) == 7 and all(each.start in printed for each in EXAMPLES.values())
     assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_an_example_is_copied_and_nothing_is_overwritten(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["examples", "ema.py"]) == 0
-    assert "    python ema.py --backend msamp:O2\n" in capsys.readouterr().out
-    assert (tmp_path / "ema.py").read_bytes() == EXAMPLES["ema"].script.read_bytes()
-    (tmp_path / "ema.py").write_text("mine")
-    assert main(["examples", "ema"]) == 2
-    assert "ema.py exists already" in capsys.readouterr().err and (tmp_path / "ema.py").read_text() == "mine"
+    assert main(["examples", "trainer.py"]) == 0
+    assert "    python trainer.py --backend native:dynamic\n" in capsys.readouterr().out
+    assert (tmp_path / "trainer.py").read_bytes() == EXAMPLES["trainer"].script.read_bytes()
+    (tmp_path / "trainer.py").write_text("mine")
+    assert main(["examples", "trainer"]) == 2
+    assert "trainer.py exists already" in capsys.readouterr().err and (tmp_path / "trainer.py").read_text() == "mine"
     (tmp_path / "folder").mkdir()
-    assert main(["examples", "ema", "folder"]) == main(["examples", "ema", "my average.py"]) == 0
+    assert main(["examples", "trainer", "folder"]) == main(["examples", "trainer", "my trainer.py"]) == 0
     printed = capsys.readouterr().out
-    assert "python folder/ema.py" in printed and "python 'my average.py' --backend" in printed
-    assert main(["examples", "ema", "nowhere/ema.py"]) == 2
-    assert "nowhere/ema.py cannot be written: No such file" in capsys.readouterr().err
-    assert main(["examples", "ema", "lora"]) == 2
+    assert "python folder/trainer.py" in printed and "python 'my trainer.py' --backend" in printed
+    assert main(["examples", "trainer", "nowhere/trainer.py"]) == 2
+    assert "nowhere/trainer.py cannot be written: No such file" in capsys.readouterr().err
+    assert main(["examples", "trainer", "lora"]) == 2
     assert "lora is no folder" in capsys.readouterr().err and not (tmp_path / "lora").exists()
 
 
-def test_a_name_that_is_none_exits_with_2_and_the_nearest_one(capsys):
+def test_an_unknown_name_exits_with_2_and_the_nearest_one(capsys):
     assert main(["examples", "trainr"]) == 2
     error = capsys.readouterr().err
     assert "did you mean 'trainer'?" in error and all(name in error for name in EXAMPLES)
@@ -85,7 +85,7 @@ sys.exit(any(main(["examples", name]) for name in sys.argv[1:]))
 
 @pytest.mark.slow
 def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path):
-    """In an empty folder, where the package comes from an unpacked wheel."""
+    """Run in an empty folder with the package from an unpacked wheel."""
     environment = {**os.environ, "PYTHONPATH": str(unpacked_wheel(tmp_path)), "HF_HUB_OFFLINE": "1"}
     (folder := tmp_path / "empty").mkdir()
 

@@ -1,15 +1,14 @@
-"""`fp8-backends monitor` shows what a file holds, the worst first, whatever state the file is in."""
+"""Test `fp8-backends monitor` on healthy, troubled and damaged files."""
 
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 
 import pytest
+from cli.comparing import check_page
 
 from fp8_backends.cli.main import main
-from fp8_backends.cli.monitor.command import findings, render
-from fp8_backends.cli.monitor.samples import read_samples, usual_db
+from fp8_backends.cli.monitor import findings, read_samples, render, usual_db
 from fp8_backends.training.watching.monitor import summary
 
 
@@ -41,7 +40,7 @@ def written(tmp_path, *records):
 
 @pytest.fixture
 def troubled(tmp_path):
-    """A weight that lost much earlier, a gradient that is clipped, and states of a level."""
+    """Write an earlier loss of a weight, a clipped gradient, and states of a level."""
     weights = [entry(12.0), entry(31.4)]
     gradient = entry(19.0, saturated=0.02, fmt="e5m2", scale=[2.0, 8.0])
     steps = [
@@ -63,12 +62,12 @@ def test_the_table_has_the_worst_first_and_names_it(troubled, capsys):
     assert next(line for line in lines if "exp_avg" in line).split()[3:5] == ["25", "%"]
 
 
-def test_a_healthy_run_is_called_so(tmp_path):
+def test_a_healthy_run_is_good(tmp_path):
     samples = read_samples(written(tmp_path, record(10), record(20)))
     assert findings(samples).mood == "good" and not findings(samples).details
 
 
-def test_what_is_not_finite_comes_first(tmp_path, capsys):
+def test_values_that_are_not_finite_come_first(tmp_path, capsys):
     file = written(tmp_path, record(10, weight=entry(10.0), grad_output=entry(None, amax=None, scale=[None, 4.0])))
     assert findings(read_samples(file)).mood == "bad"
     assert main(["monitor", str(file), "--worst", "1"]) == 0
@@ -82,14 +81,14 @@ NAN = {**entry(None, None, None, amax=None, scale=[None, 4.0]), "exponents": [9,
 
 @pytest.fixture
 def spoiled(tmp_path):
-    """Values that become NaN at step 200, in a layer's input first."""
+    """Write values with NaN from step 200 on, first in a layer's input."""
     steps = [record(step, input=NAN if step > 100 else entry(), grad_output=entry()) for step in (100, 200, 300)]
     for each in steps:
         each["tensors"]["model.layers.0.o_proj"] = {"grad_output": NAN if each["step"] > 100 else entry(9.0)}
     return written(tmp_path, *steps)
 
 
-def test_a_run_of_nan_looks_bad_in_table_and_page_which_name_its_first_step(spoiled, capsys, monkeypatch):
+def test_a_run_of_nan_is_bad_in_table_and_page(spoiled, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["monitor", str(spoiled)]) == 0
     out = capsys.readouterr().out
@@ -104,7 +103,7 @@ def test_a_run_of_nan_looks_bad_in_table_and_page_which_name_its_first_step(spoi
     assert "first at step 200" in verdict and "largest share clipped" not in html
 
 
-def test_values_that_were_not_finite_earlier_are_not_called_good(tmp_path):
+def test_earlier_nans_make_a_run_bad(tmp_path):
     found = findings(read_samples(written(tmp_path, record(10, weight=NAN), record(20, weight=entry()))))
     assert found.mood == "bad" and "first at step 10 in model.layers.0.q_proj weight" in found.details[0]
 
@@ -116,14 +115,11 @@ def test_json_has_the_findings_the_samples_and_the_tensors(spoiled, tmp_path, ca
     assert (found["mood"], found["not_finite"][0]["step"]) == ("bad", 200) and "page.html" in printed.err
     assert found["not_finite"][0]["tensors"] == ["model.layers.0.q_proj input", "model.layers.0.o_proj grad_output"]
     assert [each["fp8/max_saturated"] for each in found["samples"]] == [0.0, None, None]
-    assert {each["tensor"] for each in found["tensors"]} == {"input", "grad_output"} and found["steps"] == [
-        100,
-        200,
-        300,
-    ]
+    assert {each["tensor"] for each in found["tensors"]} == {"input", "grad_output"}
+    assert found["steps"] == [100, 200, 300]
 
 
-def test_lines_that_are_cut_or_no_records_are_passed_over_and_counted(tmp_path, capsys):
+def test_cut_lines_are_skipped_and_counted(tmp_path, capsys):
     file = written(tmp_path, record(10), record(20, not_seen=["lm_head"]))
     file.write_text(file.read_text() + '[1, 2]\n{"step": 30}\n\n' + json.dumps(record(40))[:-20])
     assert read_samples(file).steps == [10, 20]
@@ -132,7 +128,7 @@ def test_lines_that_are_cut_or_no_records_are_passed_over_and_counted(tmp_path, 
     assert "3 lines of" in out and "lm_head" in out
 
 
-def test_a_step_that_was_trained_again_after_a_resume_counts_once(tmp_path):
+def test_a_repeated_step_counts_once(tmp_path):
     samples = read_samples(written(tmp_path, record(10), record(20, weight=entry(9.0)), record(20), record(30)))
     assert samples.steps == [10, 20, 30] and {tensor.name for tensor in samples.tensors} == {"input"}
 
@@ -140,7 +136,7 @@ def test_a_step_that_was_trained_again_after_a_resume_counts_once(tmp_path):
 @pytest.mark.parametrize(
     "text, reason", [(None, "cannot be read"), ("", "holds no sample yet"), ("{", "no sample yet")]
 )
-def test_a_file_without_samples_is_an_error_that_says_what_to_do(text, reason, tmp_path, capsys):
+def test_a_file_without_samples_is_an_error_with_a_fix(text, reason, tmp_path, capsys):
     file = tmp_path / "file"
     if text is not None:
         file.write_text(text)
@@ -149,31 +145,11 @@ def test_a_file_without_samples_is_an_error_that_says_what_to_do(text, reason, t
     assert reason in error and "monitor_every" in error
 
 
-class Tags(HTMLParser):
-    """Checks that tags close in order, and collects what a page refers to."""
-
-    VOID = ("meta", "rect", "line", "path", "circle", "br", "wbr")
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.references = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.references += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-
-def test_the_page_is_one_well_formed_file_with_the_charts(troubled, tmp_path, capsys):
+def test_the_page_is_well_formed_and_has_the_charts(troubled, tmp_path, capsys):
     page = tmp_path / "monitor.html"
     assert main(["monitor", str(troubled), "--out", str(page)]) == 0
-    html, tags = page.read_text(), Tags()
-    tags.feed(html)
-    assert tags.open == [] and tags.references == [] and "<script" not in html
+    html = page.read_text()
+    check_page(html)
     for title in ("Where most is lost", "Over the run", "Where the values lie", "What the level stores"):
         assert f"<h2>{title}</h2>" in html
     assert html.count('class="curve"') == 6  # three tensors by their error, three kinds by the clipped share
@@ -192,7 +168,7 @@ def test_usual_errors_are_those_of_a_bell_curve():
     assert [round(usual_db(name), 1) for name in ("e4m3", "e5m2", "fp16")] == [31.6, 25.5, 73.7]
 
 
-def test_the_summary_has_the_worst_of_what_is_cast():
+def test_the_summary_has_the_worst_casts():
     found = summary(record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)))
     worst = {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}
     assert found == {"fp8/not_finite": 0.0, **worst}
@@ -209,13 +185,9 @@ def changed(key, value):
         {**record(300), "step": 10**400},
         {**record(300), "recipe": 7},
         {**record(300), "not_seen": "layer"},
-        {**record(300), "tensors": ["layer"]},
         {**record(300), "tensors": {"a\x1b[2J": {"input": entry()}}},
-        record(300, input="x"),
         record(300, input=changed("format", "e9m9")),
-        record(300, input=changed("amax", "large")),
         record(300, input=changed("saturated", "all")),
-        record(300, input=changed("scale", [1.0])),
         record(300, input=changed("exponents", [-(10**9), 10**9])),
         record(300, input=changed("binades", [0] * 5)),
         record(300, exp_avg=entry()),
@@ -223,7 +195,7 @@ def changed(key, value):
     ],
     ids=str,
 )
-def test_a_line_that_no_monitor_wrote_is_passed_over_and_counted(damaged, tmp_path, capsys):
+def test_a_damaged_line_is_skipped_and_counted(damaged, tmp_path, capsys):
     file = written(tmp_path, record(100), damaged)
     assert main(["monitor", str(file), "--out", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr().out
@@ -231,7 +203,7 @@ def test_a_line_that_no_monitor_wrote_is_passed_over_and_counted(damaged, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "x" * 3000, "."])
-def test_what_is_no_file_is_named_in_one_line(name, capsys):
+def test_a_device_or_folder_is_refused_in_one_line(name, capsys):
     assert main(["monitor", name]) == 2
     error = capsys.readouterr().err
     assert "cannot be read" in error and len(error) < 500

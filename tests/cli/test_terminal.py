@@ -16,7 +16,7 @@ def no_width_is_said(monkeypatch):
 ROWS = [["backend", "loss", "peak memory"], ["bf16", "2.75", "35.9 MB"], ["native:dynamic", "12.75", "9.1 MB"]]
 
 
-def test_numbers_stand_to_the_right_and_names_to_the_left():
+def test_numbers_are_right_aligned():
     assert table(ROWS).splitlines() == [
         "backend          loss  peak memory",
         "bf16             2.75      35.9 MB",
@@ -25,7 +25,7 @@ def test_numbers_stand_to_the_right_and_names_to_the_left():
 
 
 @pytest.mark.parametrize("columns", [2, 6, 12, 30])
-def test_a_table_that_is_too_wide_has_parts_that_each_name_the_rows(columns):
+def test_a_wide_table_has_parts_with_row_names(columns):
     rows = [["backend", *(f"heading number {n:02}" for n in range(columns))], ["bf16", *map(str, range(columns))]]
     parts = table(rows).split("\n\n")
     assert all(part.splitlines()[0].startswith("backend ") for part in parts)
@@ -47,7 +47,7 @@ def test_a_column_wider_than_the_width_is_whole():
     assert "x" * 150 in table([["a", "b"], ["y", "x" * 150]])
 
 
-def test_paragraphs_stand_beside_their_labels_and_are_printed_as_they_are():
+def test_paragraphs_are_laid_out_beside_their_labels():
     text = "see [rule_name] and :smile: at http://host/path: " + "word " * 40
     lines = paragraphs([("warning", text), ("", "fix: it")]).splitlines()
     assert lines[0].startswith("warning   see [rule_name] and :smile: at http://host/path: word")
@@ -62,13 +62,13 @@ def test_a_word_longer_than_a_line_loses_nothing():
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_one_line_in_a_log_and_names_steps_on_a_terminal(is_terminal, monkeypatch, capsys):
+def test_progress_names_steps_only_on_a_terminal(is_terminal, monkeypatch, capsys):
     errors = io.StringIO()
     errors.isatty = lambda: is_terminal
     monkeypatch.setattr("sys.stderr", errors)
     monkeypatch.setenv("TERM", "xterm")
     with Progress("tracing a step") as progress:
-        progress("msamp:O2")
+        progress("msamp:O2: first steps")  # as markup, `:O2:` would be an emoji
     assert capsys.readouterr().out == "" and "tracing a step" in errors.getvalue()
-    assert ("msamp:O2" in errors.getvalue()) is is_terminal
+    assert ("msamp:O2:" in errors.getvalue()) is is_terminal
     assert is_terminal or errors.getvalue() == "tracing a step …\n"

@@ -17,11 +17,10 @@ from torch.distributed.run import get_args_parser
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, recipe_fields
 from fp8_backends.accelerate_plugin.launch_flags import parse
-from fp8_backends.cli import advise
+from fp8_backends.cli import advise, monitor
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.config import read
 from fp8_backends.cli.main import main
-from fp8_backends.cli.monitor import command as monitor
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 

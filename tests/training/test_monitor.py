@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
-from fp8_backends.cli.monitor import samples
+from fp8_backends.cli import monitor as samples
 from fp8_backends.errors import RecipeError
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, INPUT, delayed_scale
 from fp8_backends.training.conversion import prepared_roots

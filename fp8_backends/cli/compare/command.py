@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,12 +15,10 @@ from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from ...words import counted
-from ..terminal import duration, paragraphs, table, wrapped
-from . import settings as defaults
+from ..terminal import Progress, duration, paragraphs, table, wrapped
 from . import summary
-from .checks import checks, verdict
-from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, BarProgress, Comparison, LineProgress
-from .settings import BASELINES, REFERENCES, Settings
+from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, Comparison, Log
+from .workload import BASELINES, REFERENCES, Settings, defaults, fast_fp8
 
 _DESCRIPTION = """\
 Trains a language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
@@ -31,59 +27,48 @@ with their 95 % intervals, memory and speed. It goes seed by seed over all backe
 each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done. A
 check that so few seeds and steps do not resolve is named, and has neither passed nor failed."""
 
-_NUMBERS = (
-    ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
-    ("--steps", int, None, "N", "training steps (80; on a GPU with FP8, 60)"),
-    ("--seeds", int, None, "N", "runs of each backend (5; on a GPU with FP8, 3)"),
-    (
-        *("--minutes", float, None, "M"),
-        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
-        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)",
-    ),
-    ("--batch", int, None, "N", "sequences in a batch (8; on a GPU with FP8, 2)"),
-    ("--sequence", int, None, "N", "tokens in a sequence (128; on a GPU with FP8, 4096)"),
-    (
-        *("--held_out", float, Settings.held_out_share, "X"),
-        f"held-out windows as a share of the windows trained on ({Settings.held_out_share})",
-    ),
-    ("--lr", float, None, "X", "highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)"),
-    (
-        *("--nproc", int, 1, "N"),
-        "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
-    ),
-)
-"""Flag, type, default, metavar and help of each option that takes a number above zero."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     default = ",".join(Settings.backends)
-    backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
-    model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
     reference = "what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)"
-    text = "a text file or a folder of them (the Python standard library's sources)"
-    add = parser.add_argument
+    model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
+    minutes = (
+        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
+        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)"
+    )
+    held_out = f"held-out windows as a share of the windows trained on ({Settings.held_out_share})"
+    nproc = "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
+    kept = "what backends in FP8 keep activations in for backward (off)"
+    count, number, add = _positive(int), _positive(float), parser.add_argument
+    backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
     add("--reference", choices=REFERENCES, help=reference)
-    add("--text", metavar="PATH", help=text)
+    add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
     add("--model", metavar="CONFIG", help=model)
-    for flag, kind, value, metavar, purpose in _NUMBERS:
-        add(flag, type=_positive(kind), default=value, metavar=metavar, help=purpose)
+    add("--megabytes", type=number, default=8.0, metavar="N", help="read at most this much text (8)")
+    add("--steps", type=count, metavar="N", help="training steps (80; on a GPU with FP8, 60)")
+    add("--seeds", type=count, metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
+    add("--minutes", type=number, metavar="M", help=minutes)
+    add("--batch", type=count, metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
+    add("--sequence", type=count, metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
+    add("--held_out", type=number, default=Settings.held_out_share, metavar="X", help=held_out)
+    add("--lr", type=number, metavar="X", help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)")
+    add("--nproc", type=count, default=1, metavar="N", help=nproc)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
-    kept = "what backends in FP8 keep activations in for backward (off)"
     add("--saved-activations", choices=SAVED_ACTIVATIONS, default=Settings.saved_activations, help=kept)
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison; 0 when no check failed, 1 when one did, 128 + the signal when terminated."""
+    """Run the comparison; return 1 if a check failed, 128 + the signal if terminated, else 0."""
     settings = settings_from(args)
     comparison: Comparison | None = None
     received: list[int] = []
 
     def terminate(number, frame) -> None:
         received.append(number)
-        if len(received) == 1:  # an impatient second must not keep the results from disk
+        if len(received) == 1:  # an impatient second signal must not prevent writing the results
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -91,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
         announce(settings)
         settings.backends = backend_names(settings.backends, settings.reference)
         comparison = Comparison(settings, args.output)
-        with progress_display(comparison) as progress:
-            comparison.run(progress)
+        introduce(comparison)
+        with Progress("comparing") as display:
+            comparison.run(Log(display))
     except KeyboardInterrupt:
         pass
     finally:
@@ -106,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Put every setting in place; the backends as they were written, because to resolve them takes seconds."""
+    """Return the settings; `run` resolves the backends later, after the first line, because that takes seconds."""
     device = "cuda" if hardware.has_gpu() else "cpu"
-    values = defaults.defaults(defaults.fast_fp8(device))
+    values = defaults(fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
@@ -126,7 +112,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def check_ranks(ranks: int, batch: int, device: str) -> None:
-    """Raise for a number of ranks that the batch or the machine cannot serve."""
+    """Raise if the batch or the machine does not suit this number of ranks."""
     if batch % ranks:
         raise RecipeError(
             f"--nproc {ranks}: a batch of {batch} sequences cannot be shared evenly among {ranks} ranks; "
@@ -142,10 +128,7 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 
 def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
-    """Return canonical names, without repetitions and without the reference, which is always there.
-
-    Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run here.
-    """
+    """Return canonical names without repetitions and the reference. Raises for invalid or unavailable backends."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
@@ -169,13 +152,11 @@ def _positive(kind: type):
     return parse
 
 
-# What is printed
-
-_MARKS = {"passed": "ok", "failed": "FAIL", "not resolved": "?"}
+_MARKS = {True: "ok", False: "FAIL", None: "?"}
 
 
 def announce(settings: Settings) -> None:
-    """Print what is known before anything is loaded."""
+    """Print the known facts before anything is loaded."""
     backends = ", ".join(name for name in settings.backends if name != settings.reference)
     limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
     text = (
@@ -186,28 +167,15 @@ def announce(settings: Settings) -> None:
     print(wrapped(text), flush=True)
 
 
-@contextmanager
-def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
-    """Show bars on a terminal, one line a run elsewhere."""
+def introduce(comparison: Comparison) -> None:
     results = comparison.results
     parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
     print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
     print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
-    if not sys.stdout.isatty():
-        yield LineProgress()
-        return
-    from rich import progress as rich
-
-    # as markup, `:O2:` would be an emoji
-    description = rich.TextColumn("{task.description:<44}", markup=False)
-    remaining = rich.TextColumn("{task.fields[left]}")
-    columns = (rich.BarColumn(bar_width=None), rich.TaskProgressColumn(), rich.TimeElapsedColumn())
-    with rich.Progress(description, *columns, remaining) as bars:
-        yield BarProgress(bars)
 
 
 def conclude(comparison: Comparison) -> None:
-    """Print the verdict, the table, the reference's own spread, the checks, and where everything lies."""
+    """Print the verdict, the table, the reference's own spread, the checks and the paths of the results."""
     results = comparison.results
     headings, rows = summary.columns(results), summary.rows(results)
     cells = [[summary.cell(row, key) for key in headings] for row in rows]
@@ -215,10 +183,10 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = [str(verdict(results))]
-    parts += [table([list(headings.values()), *cells]), paragraphs(notes), wrapped(summary.spread_line(results))]
-    for backend, done in checks(results).items():
-        lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in done]
+    parts = [str(summary.verdict(results)), table([list(headings.values()), *cells]), paragraphs(notes)]
+    parts.append(wrapped(summary.spread_line(results)))
+    for backend, made in summary.checks(results).items():
+        lines = [(_MARKS[check.passed], f"{check.name} ({check.detail})") for check in made]
         if lines:
             parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
     if results["status"] == "finished" and results["note"]:

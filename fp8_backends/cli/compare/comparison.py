@@ -1,17 +1,21 @@
-"""Runs a comparison: one worker process a backend, and after every run the results and the page on disk."""
+"""Run a comparison with one worker process a backend; write results and page after every run."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,22 +25,26 @@ import torch
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
 from ...words import counted, finite
-from ..terminal import duration
-from . import language_model, summary
-from .checks import checks, verdict
+from ..terminal import Progress, duration
+from . import summary
 from .report_page import render
-from .settings import BASELINES, Settings, fast_fp8
-from .training_text import TrainingText, load_text
-from .workers import Worker, cores, dismiss, stop
+from .summary import checks, verdict
+from .workload import BASELINES, Settings, fast_fp8, load_text, task
 
 RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
-class LineProgress:
-    """For logs: says when something has finished, and in long runs now and then how far they are."""
+class Log:
+    """Print a line for each finished part, and show the current step on a terminal, or every 30 seconds in a file."""
 
-    def inspecting(self, backend: str) -> None: ...
+    def __init__(self, display: Progress) -> None:
+        self.display = display if sys.stdout.isatty() else None
+        self.last_line = time.monotonic()
+
+    def inspecting(self, backend: str) -> None:
+        if self.display:
+            self.display(f"{backend}: first steps")
 
     def inspected(self, backend: str, step_seconds: float) -> None:
         self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
@@ -55,9 +63,12 @@ class LineProgress:
         self.began = time.monotonic()
 
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        if time.monotonic() - self.last_line > 30:
-            steps = self.comparison.settings.steps
-            self.say(f"{backend} seed {seed}: step {step} of {steps}, loss {_loss(loss, 3)}")
+        text = f"{backend} seed {seed}: step {step} of {self.comparison.settings.steps}, loss {_loss(loss, 3)}"
+        if self.display:
+            elapsed, left = self.comparison.elapsed, self.comparison.seconds_left(backend, step)
+            self.display(f"{text}, {duration(left)} left", elapsed / (elapsed + left))
+        elif time.monotonic() - self.last_line > 30:
+            self.say(text)
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
         seconds = time.monotonic() - self.began
@@ -71,56 +82,22 @@ class LineProgress:
         print(line, flush=True)
 
 
-class BarProgress(LineProgress):
-    """For terminals: one bar over everything, by seconds, and one for the run at work, by steps."""
-
-    def __init__(self, bars) -> None:
-        self.bars = bars
-        self.whole = bars.add_task("all backends", total=None, left="")
-        self.current = bars.add_task("loading libraries", total=None, left="")
-
-    def inspecting(self, backend: str) -> None:
-        self.bars.update(self.current, description=f"{backend}: first steps observed")
-
-    def run_started(self, backend: str, seed: int) -> None:
-        super().run_started(backend, seed)
-        self.bars.reset(self.current, total=self.comparison.settings.steps)
-        self.step(backend, seed, 0, None)
-
-    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        loss_text = f", loss {_loss(loss, 3)}" if step else ""
-        description = f"{backend} seed {seed + 1}/{self.comparison.settings.seeds}{loss_text}"
-        self.bars.update(self.current, completed=step, description=description)
-        self._show_remaining(backend, step)
-
-    def run_finished(self, backend: str, run: dict[str, Any]) -> None:
-        self._show_remaining()
-        super().run_finished(backend, run)
-
-    def _show_remaining(self, *at_work) -> None:
-        elapsed, seconds = self.comparison.elapsed, self.comparison.seconds_left(*at_work)
-        self.bars.update(self.whole, completed=elapsed, total=elapsed + seconds, left=f"{duration(seconds)} left")
-
-    def say(self, line: str) -> None:
-        self.bars.console.print(line, highlight=False, markup=False, emoji=False)
-
-
 def _loss(value: float | None, digits: int = 4) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 class Comparison:
-    """All backends on the same text, weights and order of data: the first steps of each, then seed by seed."""
+    """Train all backends on the same text, weights and order of data: first steps of each, then seed by seed."""
 
     def __init__(self, settings: Settings, output: Path) -> None:
         self.began = time.monotonic()
         self.output = output
         self.workers: dict[str, Worker] = {}
-        """The workers of the backends that have not failed."""
+        """Workers of the backends that have not failed."""
         self.timetable = Timetable()
-        task = language_model.task(settings)
+        kind = task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb)
-        text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
+        text.batches(1, 1, settings.sequence, 0)  # fail now rather than in every worker if the text is too short
         self.results: dict[str, Any] = {
             "status": "running",
             "note": "",
@@ -129,7 +106,7 @@ class Comparison:
             "versions": versions(),
             "fast_fp8": fast_fp8(settings.device),
             "around_fp8": settings.reference,
-            "task": task,
+            "task": kind,
             "asked": {"steps": settings.steps, "seeds": settings.seeds},
             "text": {"description": text.description, "sha256": text.sha256, "vocab_size": text.vocab_size},
             "backends": {
@@ -147,27 +124,27 @@ class Comparison:
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
-        """Estimate from what was timed so far. The run at work may be named, with the steps that it has done."""
+        """Estimate the remaining seconds, less the finished steps of a backend's current run."""
         runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
         if backend in runs:
             runs[backend] += step / steps_with_evaluation(self.settings)
         seeds, timetable = self.settings.seeds, self.timetable
         return sum((seeds - done) * timetable.run_seconds(name, self.settings) for name, done in runs.items())
 
-    def run(self, progress: LineProgress) -> None:
-        """Train every backend. Whatever ends this early leaves all finished runs on disk."""
+    def run(self, progress: Log) -> None:
+        """Train every backend. After an early end all finished runs are on disk."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 settings_path, text_path = Path(folder, "settings.json"), Path(folder, "text.pt")
                 settings_path.write_text(json.dumps(asdict(self.settings)))
-                torch.save({field.name: getattr(self.text, field.name) for field in fields(TrainingText)}, text_path)
+                torch.save(vars(self.text), text_path)
                 self.save()
-                for backend, found in self.results["backends"].items():  # all load their libraries at the same time
-                    found["status"] = "running"
+                for backend, report in self.results["backends"].items():  # all load their libraries at the same time
+                    report["status"] = "running"
                     self.workers[backend] = self._worker([str(settings_path), str(text_path), backend])
                 for backend in list(self.workers):  # none trains before the last one is ready
                     self._follow(backend, progress, "ready", self.settings.nproc)
@@ -184,10 +161,10 @@ class Comparison:
                 self._end("finished")
                 dismiss(self.workers.values())
         except BaseException as error:
-            said = str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
+            note = str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
             if isinstance(error, KeyboardInterrupt):
-                said = f"interrupted by {error}" if error.args else "interrupted"
-            self.results["note"] = said
+                note = f"interrupted by {error}" if error.args else "interrupted"
+            self.results["note"] = note
             raise
         finally:
             stop(self.workers.values())
@@ -198,8 +175,8 @@ class Comparison:
     def _worker(self, arguments: list[str]) -> Worker:
         return Worker(arguments, self.settings.nproc)
 
-    def _train(self, progress: LineProgress) -> None:
-        """Seed by seed over all backends, so that what has finished can be compared at any time."""
+    def _train(self, progress: Log) -> None:
+        """Train seed by seed over all backends, so that finished seeds are comparable at any time."""
         for seed in range(self.settings.seeds):
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
                 self._take(replace(self.settings, seeds=seed))
@@ -213,47 +190,47 @@ class Comparison:
                 self._follow(backend, progress, "run")
                 self.timetable.measured[backend].append(time.monotonic() - began)
 
-    def _follow(self, backend: str, progress: LineProgress, last: str, times: int = 1) -> None:
-        """Take in what a worker reports until its turn is over. One that ends in mid-turn has failed."""
-        worker, found = self.workers[backend], self.results["backends"][backend]
+    def _follow(self, backend: str, progress: Log, last: str, times: int = 1) -> None:
+        """Record a worker's events until its turn is over. A worker that ends in mid-turn has failed."""
+        worker, report = self.workers[backend], self.results["backends"][backend]
         for event in worker.events(last, times):
             kind = event.pop("event")
             if kind == "step":
                 progress.step(backend, **event)
             elif kind == "inspected":
-                found["inspection"] = event
+                report["inspection"] = event
                 self.timetable.paces[backend] = (event["start_seconds"], event["step_seconds"])
                 progress.inspected(backend, event["step_seconds"])
             elif kind == "run":
                 if backend not in BASELINES and not self.results["fast_fp8"]:
                     event["emulated_tokens_per_second"] = event.pop("tokens_per_second")
                     event["tokens_per_second"] = None
-                found["runs"].append(event)
+                report["runs"].append(event)
                 progress.run_finished(backend, event)
             elif kind == "failed":
-                found["message"] = found["message"] or event["message"]  # of several ranks the first is the cause
+                report["message"] = report["message"] or event["message"]  # the first rank's is the cause
             if kind in ("inspected", "run"):
                 self.save()
         if worker.ended:
-            found["status"], found["message"] = "failed", found["message"] or worker.why_it_ended()
+            report["status"], report["message"] = "failed", report["message"] or worker.why_it_ended()
             del self.workers[backend]
             self.timetable.paces.pop(backend, None)
-            progress.failed(backend, found["message"])
+            progress.failed(backend, report["message"])
             self.save()
 
     def _end(self, status: str) -> None:
         self.results["status"] = status
-        for found in self.results["backends"].values():
-            if found["status"] in ("waiting", "running"):
-                found["status"] = status
+        for report in self.results["backends"].values():
+            if report["status"] in ("waiting", "running"):
+                report["status"] = status
 
     def save(self) -> None:
-        """Write the results, then the page, each replaced as a whole so that a reader never sees half of one."""
+        """Write the results, then the page, each by a rename: a reader never sees half a file."""
         self.results["seconds"] = round(self.elapsed, 1)
         self.results["summary"] = {
             "rows": [{**asdict(row), "gap": row.gap and row.gap.to_dict()} for row in summary.rows(self.results)],
             "reference_spread": summary.reference_spread(self.results),
-            "checks": {name: [asdict(check) for check in done] for name, done in checks(self.results).items()},
+            "checks": {name: [asdict(check) for check in made] for name, made in checks(self.results).items()},
             "verdict": verdict(self.results)._asdict(),
         }
         for name, content in ((RESULTS, json.dumps(finite(self.results), indent=1)), (PAGE, render(self.results))):
@@ -263,13 +240,12 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Tell whether a check failed; one that is not resolved has not."""
+        """Return True after a failed check; an unresolved one does not count."""
         return verdict(self.results).mood == "bad"
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe what the numbers were measured on."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "device": device,
         "processor": hardware.cpu_name(),
         "cores": cores(),
@@ -279,42 +255,114 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-    return found
+        facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return facts
 
 
 def versions() -> dict[str, str]:
-    installed = {name: version for name in _PACKAGES if (version := hardware.version(name)) is not None}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {"python": platform.python_version(), **installed, **cuda}
+    installed = {name: hardware.version(name) for name in _PACKAGES} | {"cuda": torch.version.cuda}
+    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
 
 
-# How long a comparison takes, and how much of one fits into a given time
+# Workers
+
+
+class Worker:
+    """Train one backend in another process, or in torchrun for several ranks, in turns given by standard input."""
+
+    def __init__(self, arguments: list[str], ranks: int) -> None:
+        self.ranks, self.ended = ranks, False
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
+        # in its own session, so that Ctrl-C reaches only this process, which then stops the worker
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *torchrun, "fp8_backends.cli.compare.training_run", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=worker_environment(ranks),
+            start_new_session=True,
+        )
+        self.last_words: deque[str] = deque(maxlen=5)
+        lines = (line.strip() for line in self.process.stderr)
+        self.drain = threading.Thread(target=self.last_words.extend, args=[filter(None, lines)], daemon=True)
+        self.drain.start()
+
+    def give_turn(self) -> None:
+        """Write the one byte that every rank reads at the start of a turn."""
+        with contextlib.suppress(BrokenPipeError):  # `events` reports that it has ended
+            os.write(self.process.stdin.fileno(), b"." * self.ranks)
+
+    def events(self, last: str, times: int = 1) -> Iterator[dict[str, Any]]:
+        """Yield events until `last` has come `times` times or the worker has ended."""
+        for line in self.process.stdout:
+            event = json.loads(line)
+            times -= event["event"] == last
+            yield event
+            if not times:
+                return
+        self.process.wait()
+        self.drain.join()
+        self.ended = True
+
+    def why_it_ended(self) -> str:
+        return f"the worker ended with code {self.process.returncode}: {' / '.join(self.last_words) or 'no message'}"
+
+
+def dismiss(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.process.stdin.close()
+    for worker in workers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(timeout=30)
+
+
+def stop(workers: Iterable[Worker]) -> None:
+    running = [worker for worker in workers if worker.process.poll() is None]
+    for worker in running:
+        worker.process.terminate()
+    for worker in running:
+        try:
+            # torchrun forwards the signal to its ranks, and kills them after 30 s
+            worker.process.wait(timeout=5 if worker.ranks == 1 else 40)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+
+
+def worker_environment(ranks: int = 1) -> dict[str, str]:
+    """Return the environment without variables that steer Accelerate."""
+    steering = ("ACCELERATE_", "FP8_BACKENDS_DISABLE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    package_root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    if ranks > 1:
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def cores() -> int:
+    """Count the processor cores of this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 FORWARD = 1 / 3
-"""What the forward pass takes of the time of a training step, and the evaluation of as many windows."""
+"""Time of a forward pass, and of evaluating as many windows, relative to a training step."""
 FEWEST_STEPS = 20
-"""A shorter run tells little; only a user who asks for fewer gets fewer."""
+"""Do not shorten a run below this, unless the user asks for fewer steps."""
 WANTED_SEEDS = 3
-"""The fewest with a confidence interval of use; steps are given up for them."""
+"""Give up steps for this many seeds: fewer have no useful confidence interval."""
 USABLE = 0.9
-"""Share of the minutes given that is planned with: a run may take longer than the one before, and loading and ending
-take seconds."""
+"""Share of the given minutes to plan with, for slower runs, loading and ending."""
 
 
 def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]) -> tuple[int, int]:
-    """Return steps and seeds, at most those asked for, that fit into a time.
+    """Return the (steps, seeds) that fit into a time, at most as many as given; no seeds if not one fits.
 
-    All steps for as many seeds as possible, with three at least; where three do not fit with all steps, fewer steps;
-    where they do not fit with the fewest, fewer seeds.
+    First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds.
 
     Args:
-        seconds: what there is.
-        steps, seeds: what was asked for.
-        round_seconds: from a number of steps to what one seed takes, over all backends.
-
-    Returns:
-        Steps and seeds; no seeds if not one fits.
+        round_seconds: maps a number of steps to the seconds of one seed over all backends.
     """
     wanted, fewest = min(WANTED_SEEDS, seeds), min(FEWEST_STEPS, steps)
     choices = range(fewest, steps + 1)
@@ -324,11 +372,11 @@ def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], f
 
 
 class Timetable:
-    """What each backend's runs take: by steps that were timed, and by its runs once there are any."""
+    """Estimate the seconds of runs from timed steps, and from finished runs once there are any."""
 
     def __init__(self) -> None:
         self.paces: dict[str, tuple[float, float]] = {}
-        """Seconds to begin a run and seconds for a step, by backend."""
+        """Seconds to begin a run and seconds of a step, by backend."""
         self.measured: dict[str, list[float]] = defaultdict(list)
         """Seconds of each run, by backend."""
 
@@ -343,26 +391,22 @@ class Timetable:
         return sum(self.run_seconds(backend, settings) for backend in self.paces)
 
     def fitted(self, settings: Settings, elapsed: float) -> Settings:
-        """Return these settings with the steps and seeds that fit into their minutes.
-
-        Raises:
-            RecipeError: not one seed fits.
-        """
+        """Return settings whose steps and seeds fit into their minutes. Raises `RecipeError` if not one seed fits."""
         steps, seeds = fit(
             60 * USABLE * settings.minutes - elapsed,
             settings.steps,
             settings.seeds,
             lambda count: self.round_seconds(replace(settings, steps=count)),
         )
-        found = replace(settings, steps=steps, seeds=seeds)
+        fitting = replace(settings, steps=steps, seeds=seeds)
         if not seeds:
-            needed = (elapsed + self.round_seconds(found)) / USABLE / 60
+            needed = (elapsed + self.round_seconds(fitting)) / USABLE / 60
             raise RecipeError(
                 f"--minutes {settings.minutes:g} is too little for one seed of {counted(steps, 'step')} with "
                 f"{counted(len(self.paces), 'backend')}: give --minutes {needed + 0.05:.1f} or more, fewer backends, "
                 "or a smaller --batch or --sequence"
             )
-        return found
+        return fitting
 
     def another_round_fits(self, settings: Settings, elapsed: float) -> bool:
         return settings.minutes is None or elapsed + self.round_seconds(settings) <= 60 * USABLE * settings.minutes

@@ -1,4 +1,4 @@
-"""What a training step takes: its peak memory, the copies of weights that autocast keeps, and the bytes it sends."""
+"""Measure a training step: peak memory, autocast's copies of weights, and bytes sent to other ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...training.auditing import inner_tensors
 
 
 def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of tensors at the highest point of a training step: weights, optimizer states, what it adds.
+    """Return the bytes of tensors at the highest point of a step, with weights and optimizer states.
 
-    On a GPU what PyTorch's allocator counts. On a CPU the tensors that rest between steps, plus the highest level of
-    what the profiler sees allocated and freed; None where this version of PyTorch does not tell.
+    On a GPU the count of PyTorch's allocator. On a CPU the resting tensors plus the highest level of the profiler's
+    allocations; None if this version of PyTorch does not report them.
     """
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
@@ -47,31 +47,30 @@ def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.o
 
 @contextlib.contextmanager
 def autocast_copies(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Collect by weight the bytes of the half-precision copies that forwards inside keep for their backward.
+    """Yield a dictionary that collects, by weight, the bytes of half-precision copies saved for backward.
 
-    Yields a dictionary that fills as forwards run. A saved tensor is such a copy if it equals the weight rounded to
-    its dtype, so no activation is ever taken for one.
+    A saved tensor is a copy if it equals the weight rounded to its dtype, so no activation counts.
     """
     by_shape: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             for shape in {tuple(weight.shape), tuple(weight.shape[::-1])}:
                 by_shape.setdefault(shape, []).append((name, weight))
-    found: dict[str, int] = {}
+    copies: dict[str, int] = {}
 
     def look(saved: torch.Tensor) -> torch.Tensor:
         if type(saved) is torch.Tensor and saved.dtype in (torch.bfloat16, torch.float16):
             for name, weight in by_shape.get(tuple(saved.shape), ()):
-                if weight.dtype == saved.dtype or name in found:
+                if weight.dtype == saved.dtype or name in copies:
                     continue
                 rounded = weight.detach().to(saved.dtype)
-                if any(saved.shape == each.shape and torch.equal(saved, each) for each in (rounded, rounded.t())):
-                    found[name] = saved.nbytes
+                if any(saved.shape == copy.shape and torch.equal(saved, copy) for copy in (rounded, rounded.t())):
+                    copies[name] = saved.nbytes
                     break
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(look, lambda saved: saved):
-        yield found
+        yield copies
 
 
 _ELEMENT_BYTES = {
@@ -81,10 +80,10 @@ _ELEMENT_BYTES = {
 
 
 def sent_bytes(step: Callable[[], object]) -> int | None:
-    """Run a step and return the bytes that a rank sends to others in its collectives; None where it cannot be told.
+    """Run a step and return the bytes that a rank sends in its collectives; None if a collective is unknown.
 
-    Counted from the sizes that the process group got: a sum over N ranks as a ring sends it, 2 (N - 1) / N of its
-    size, and every other collective likewise by the least that any algorithm sends. A broadcast is shared among ranks.
+    Computed from the sizes at the process group: a sum over N ranks sends 2 (N - 1) / N of its size, as a ring does,
+    and every other collective the least of any algorithm. The ranks share a broadcast.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         step()
@@ -96,7 +95,7 @@ def sent_bytes(step: Callable[[], object]) -> int | None:
 
 
 def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
-    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None where one is unknown."""
+    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None if one is unknown."""
     total = 0.0
     for event in events:
         collective, size = _collective(event)
@@ -113,21 +112,19 @@ def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
 _SENT: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "allgather": lambda ranks: ranks - 1,
-    "reducescatter": lambda ranks: (ranks - 1) / ranks,
-    "alltoall": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: (ranks - 1) / ranks,
+    **dict.fromkeys(("reducescatter", "alltoall", "broadcast"), lambda ranks: (ranks - 1) / ranks),
 }
-"""How many of the bytes that a rank hands in it sends."""
+"""Bytes sent for each byte of a rank's input."""
 
 
 def _collective(event: dict[str, Any]) -> tuple[str, int | None]:
-    """Return (collective, bytes handed in on this rank) of an event; no name for an event of another kind."""
+    """Return (collective, bytes of this rank's input) of an event; "" for an event of another kind."""
     name, arguments = event.get("name", ""), event.get("args", {})
     if name.startswith("gloo:"):
         shapes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
         parts = [(torch.Size(shape).numel(), kind) for shape, kind in zip(shapes, kinds, strict=False)]
         name = name.removeprefix("gloo:")
-    elif name == "record_param_comms" and "Collective name" in arguments:  # what NCCL and other backends leave
+    elif name == "record_param_comms" and "Collective name" in arguments:  # NCCL and other backends
         parts = [(arguments.get("In msg nelems"), str(arguments.get("dtype", "")))]
         name = arguments["Collective name"]
     else:

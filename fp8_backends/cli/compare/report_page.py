@@ -1,4 +1,4 @@
-"""`report.html`: one file without outside references that shows a comparison, finished or not."""
+"""Render `report.html`, one self-contained file that shows a comparison, finished or not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from .. import page
 from ..page import aside, bullets, signed
 from ..terminal import change, with_minus_signs
 from . import summary
-from .checks import checks, verdict
-from .settings import BASELINES
 from .summary import Results, Row
+from .workload import BASELINES
 
-_MARKS = {"passed": ("pass", "✓"), "failed": ("fail", "✗"), "not resolved": ("open", "?")}
-"""The class of the style sheet and the mark of each outcome of a check."""
+_MARKS = {True: ("pass", "✓", "passed"), False: ("fail", "✗", "failed"), None: ("open", "?", "not resolved")}
+"""Class of the style sheet, mark and word for `Check.passed`."""
 
 
 def render(results: Results) -> str:
-    """Return the whole page from what `results.json` holds."""
+    """Return the whole page from the contents of `results.json`."""
     rows, reference = summary.rows(results), summary.reference_of(results)
     machine, settings = results["machine"], results["settings"]
     facts = [
@@ -33,28 +32,35 @@ def render(results: Results) -> str:
         f"torch {results['versions'].get('torch', '?')}",
         results["date"].replace("T", " ").replace("+00:00", " UTC"),
     ]
+    colors = _colors(results)
     sections = {
-        "Measured": _table(results, rows) + aside(f"{summary.spread_line(results)}."),
-        f"Held-out loss against {reference}": _gap_chart(results, rows),
-        "Training loss": _loss_charts(results),
-        "Peak memory of a training step": _memory_chart(results, rows),
+        "Measured": _table(results, rows, colors) + aside(f"{summary.spread_line(results)}."),
+        f"Held-out loss against {reference}": _gap_chart(results, rows, colors),
+        "Training loss": _loss_charts(results, colors),
+        "Peak memory of a training step": _memory_chart(results, rows, colors),
         "Checks": _checks(results),
         "What ran": _what_ran(results),
         "How to read this": _reading(results),
         "Settings": _settings(results),
     }
     badge = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
-    return page.page("FP8 backends compared", facts, verdict(results), _figures(results, rows), sections, badge)
+    verdict = summary.verdict(results)
+    return page.page("FP8 backends compared", facts, verdict, _figures(results, rows), sections, badge)
+
+
+def _colors(results: Results) -> dict[str, str]:
+    reference = summary.reference_of(results)
+    others = [name for name in results["backends"] if name != reference]
+    return {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)} | {reference: "var(--reference)"}
 
 
 def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
-    """Give the measurements in two short figures."""
+    """Return up to two short figures: the largest gap, and the best speed or memory."""
     fp8, reference, figures = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
-        worst = max(gaps, key=lambda gap: gap.mean)
-        figures.append((f"largest loss gap to {reference}, nats", str(worst)))
-    speeds = [row.speed_ratio for row in fp8 if row.speed_ratio] if results["fast_fp8"] else []
+        figures.append((f"largest loss gap to {reference}, nats", str(max(gaps, key=lambda gap: gap.mean))))
+    speeds = [row.speed_ratio for row in fp8 if row.speed_ratio]
     memory = [row.memory_ratio for row in fp8 if row.memory_ratio]
     if speeds:
         figures.append((f"best speed against {reference}", change(max(speeds))))
@@ -63,34 +69,26 @@ def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
     return figures
 
 
-def _table(results: Results, rows: list[Row]) -> str:
+def _table(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
     columns = summary.columns(results)
     lines = []
     for row in rows:
-        name = f"{page.chip(row.backend, _color(results, row.backend))}<small>{escape(row.note)}</small>"
+        name = f"{page.chip(row.backend, colors[row.backend])}<small>{escape(row.note)}</small>"
         lines.append([name, *(signed(summary.cell(row, key)) for key in list(columns)[1:])])
     return page.table([*columns.values()], lines)
 
 
-def _color(results: Results, backend: str) -> str:
-    reference = summary.reference_of(results)
-    if backend == reference:
-        return "var(--reference)"
-    others = [name for name in results["backends"] if name != reference]
-    return f"var(--c{others.index(backend) % page.COLORS + 1})"
-
-
-def _gap_chart(results: Results, rows: list[Row]) -> str:
+def _gap_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
     reference, intervals = summary.reference_of(results), []
     expected = summary.held_out_losses(results, reference)
     for row in rows:
         if (gap := row.gap) is not None:
             losses = summary.held_out_losses(results, row.backend)
             points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
-            color, label = _color(results, row.backend), with_minus_signs(summary.cell(row, "gap"))
+            label, color = with_minus_signs(summary.cell(row, "gap")), colors[row.backend]
             intervals.append(page.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label))
-    found, bound = summary.reference_spread(results), results["settings"]["loss_gap_bound"]
-    spread = found["standard_deviation"] if found else 0.0
+    bound = results["settings"]["loss_gap_bound"]
+    spread = (summary.reference_spread(results) or {}).get("standard_deviation", 0.0)
     title, x_label = f"Paired gap of the held-out loss to {reference}", f"nats above {reference}, held-out loss"
     chart = page.intervals(intervals, bound, spread, title, x_label)
     band = f" The grey band is {reference}'s own standard deviation from seed to seed." if spread else ""
@@ -100,7 +98,7 @@ def _gap_chart(results: Results, rows: list[Row]) -> str:
     )
 
 
-def _loss_charts(results: Results) -> str:
+def _loss_charts(results: Results, colors: dict[str, str]) -> str:
     reference = summary.reference_of(results)
     by_backend = {name: losses for name in results["backends"] if (losses := summary.train_losses(results, name))}
     if not by_backend:
@@ -108,17 +106,16 @@ def _loss_charts(results: Results) -> str:
     count = max(len(values) for losses in by_backend.values() for values in losses.values())
     steps, window = range(1, 1 + count), max(1, count // 20) | 1
     curves, differences = [], []
+    expected = by_backend.get(reference, {})
     for name, losses in by_backend.items():
-        color = _color(results, name)
         bands = (over_seeds(list(losses.values()), pick) for pick in (statistics.fmean, min, max))
-        curves.append(page.Series(name, color, *bands))
-        expected = by_backend.get(reference, {})
+        curves.append(page.Series(name, colors[name], *bands))
         seeds = sorted(losses.keys() & expected.keys())
         if name != reference and seeds:
             gaps = [[a - b for a, b in zip(losses[seed], expected[seed], strict=False)] for seed in seeds]
-            differences.append(page.Series(name, color, moving_average(over_seeds(gaps, statistics.fmean), window)))
-    html = bullets((page.chip(name, _color(results, name)) for name in by_backend), "legend")
-    html += page.curves(curves, steps, "Training loss by step", "loss, nats a token")
+            smooth = moving_average(over_seeds(gaps, statistics.fmean), window)
+            differences.append(page.Series(name, colors[name], smooth))
+    html = page.curves(curves, steps, "Training loss by step", "loss, nats a token", legend=True)
     html += aside("Mean over seeds; the band reaches from the lowest to the highest seed.")
     title = "Paired difference of the training loss"
     if chart := page.curves(differences, steps, title, "difference, nats", zero_line=True, height=240):
@@ -130,32 +127,24 @@ def _loss_charts(results: Results) -> str:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Return the centred mean over up to `window` values; shorter at the ends."""
+    """Return the centred mean over up to `window` finite values, fewer at the ends."""
     half = window // 2
-    smooth = []
-    for index in range(len(values)):
-        near = [v for v in values[max(0, index - half) : index + half + 1] if math.isfinite(v)]
-        smooth.append(sum(near) / len(near) if near else math.nan)
-    return smooth
+    near = [list(filter(math.isfinite, values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
+    return [sum(finite) / len(finite) if finite else math.nan for finite in near]
 
 
 def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[float]:
-    """Merge runs by `pick` (a mean, min, max) at each step; NaN where any of them is not finite."""
+    """Merge runs by `pick` (a mean, min, max) at each step; NaN if any of them is not finite."""
     steps = zip(*runs, strict=False)
     return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
 
 
-def _memory_chart(results: Results, rows: list[Row]) -> str:
-    bars = [
-        (
-            row.backend,
-            _color(results, row.backend),
-            row.peak_memory_bytes,
-            with_minus_signs(summary.cell(row, "peak_memory_bytes")),
-        )
-        for row in rows
-        if row.peak_memory_bytes
-    ]
+def _memory_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
+    bars = []
+    for row in rows:
+        if row.peak_memory_bytes:
+            label = with_minus_signs(summary.cell(row, "peak_memory_bytes"))
+            bars.append((row.backend, colors[row.backend], row.peak_memory_bytes, label))
     chart = page.bars(bars, "Peak memory by backend")
     where = "allocated by PyTorch on the GPU" if results["machine"]["device"] == "cuda" else "allocated by PyTorch"
     return chart and chart + aside(
@@ -166,28 +155,27 @@ def _memory_chart(results: Results, rows: list[Row]) -> str:
 
 def _checks(results: Results) -> str:
     lists = {}
-    for backend, done in checks(results).items():
+    for backend, made in summary.checks(results).items():
         items = "".join(
-            f'<li class="{css}"><span class="mark" aria-label="{check.outcome}">{mark}</span>'
+            f'<li class="{css}"><span class="mark" aria-label="{outcome}">{mark}</span>'
             f"<span>{escape(check.name)}<small>{signed(check.detail)}</small></span></li>"
-            for check in done
-            for css, mark in [_MARKS[check.outcome]]
+            for check in made
+            for css, mark, outcome in [_MARKS[check.passed]]
         )
         lists[backend] = items and f'<ul class="checks">{items}</ul>'
     return page.cards(lists)
 
 
 def _what_ran(results: Results) -> str:
-    """Show the proof line of each backend, and what stayed in high precision."""
+    """Show each backend's proof line and its layers in high precision."""
     blocks = []
-    for backend, found in results["backends"].items():
-        if backend in BASELINES or not found.get("inspection"):
+    for backend, report in results["backends"].items():
+        if backend in BASELINES or not report["inspection"]:
             continue
-        lines = bullets(map(escape, found["inspection"]["messages"]))
-        reasons = found["inspection"]["audit"]["high_precision"]
-        if reasons:
+        lines = bullets(map(escape, report["inspection"]["messages"]))
+        if reasons := report["inspection"]["audit"]["high_precision"]:
             items = bullets(f"<code>{escape(name)}</code>: {escape(reason)}" for name, reason in reasons.items())
-            lines += f"<details><summary>{len(reasons)} in high precision</summary>{items}</details>"
+            lines += page.details(f"{len(reasons)} in high precision", items)
         blocks.append(f'<div class="ran"><h3>{escape(backend)}</h3>{lines}</div>')
     return "".join(blocks)
 
@@ -199,7 +187,7 @@ def _reading(results: Results) -> str:
             "<b>Emulated</b>: this chip has no FP8 products. Numbers are those of FP8, time is not, so no speed is "
             "given. Loss and memory are real."
         )
-    if results["settings"].get("nproc", 1) > 1:
+    if results["settings"]["nproc"] > 1:
         points.append(
             "<b>Sent a step</b>: bytes that each rank hands to the others in one training step, counted at the "
             "collectives, a sum as a ring sends it. Every rank trains on its part of each batch; memory is that of "
@@ -234,7 +222,7 @@ def _settings(results: Results) -> str:
     }
     if settings["model"] is None:
         values["model"] = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
-    if inspection := results["backends"][summary.reference_of(results)].get("inspection"):
+    if inspection := results["backends"][summary.reference_of(results)]["inspection"]:
         values["parameters"] = f"{inspection['parameters']:,}"
     for kind, group in (("asked", "asked"), ("version", "versions"), ("machine", "machine")):
         values |= {f"{kind}: {name}": value for name, value in results[group].items()}

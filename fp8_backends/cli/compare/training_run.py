@@ -1,12 +1,12 @@
-"""The worker of `compare`: trains all seeds of one backend and reports each event as a line of JSON.
+"""Train all seeds of one backend as the worker of `compare`, and report each event as a line of JSON.
 
-One process a backend, so that one backend's memory, compiled code and failures never touch another's. Everything
-goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is. Under torchrun all ranks
-train one model, each on its part of every batch, and rank 0 reports.
+Each backend has its own process, isolating its memory, compiled code and failures. Everything goes through a stock
+`accelerate.Accelerator`; only `_accelerator` depends on the backend. Under torchrun all ranks train one model, each on
+its part of every batch, and rank 0 reports.
 
-It works in turns: first steps observed, then a seed each. A rank begins a turn when it has read one byte from standard
-input. As many bytes as there are ranks make a turn: it ends for none before it has begun for all, so that none reads
-another's byte. The end of standard input is the end of the worker.
+The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading one byte from standard
+input. A turn ends for no rank before it has begun for all, so that no rank reads another's byte. The worker ends with
+its standard input.
 
     python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
@@ -19,7 +19,6 @@ import gc
 import itertools
 import json
 import logging
-import math
 import os
 import statistics
 import sys
@@ -31,39 +30,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what an optimizer's first step loads, seconds' worth of it
+import torch._dynamo  # an optimizer's first step would load it, which takes seconds
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
+from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 
 from ...numerics.scaled_tensor import ScaledTensor
 from ...training.auditing import incomplete_layers
 from ...words import finite
-from . import language_model
-from .language_model import build_model
 from .measuring import autocast_copies, peak_memory, sent_bytes
-from .settings import Settings
-from .training_text import TrainingText
+from .workload import Settings, TrainingText, build_model, inputs, task
 
 Report = Callable[..., None]
 
 INSPECTED_STEPS = 4
 """Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
 TIMED_STEPS = 3
-"""Steps that nobody observes, after those: how long the comparison will take."""
+"""Unobserved steps after those, to estimate the time of the comparison."""
 
 
 def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, report: Report) -> None:
-    """Inspect a few steps in turn 0 (gradients, memory, audit), and train a seed in each later one. When a turn is
-    reported, nothing of it is left in memory, and no other rank is still at it."""
+    """Inspect the first steps in turn 0, train a seed in later turns; report once all ranks have freed memory."""
     if turn == 0:
-        found = inspect(settings, text, backend)
+        values = inspect(settings, text, backend)
     else:
         run = Run(settings, text, backend, turn - 1)
-        found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
+        values = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
         del run
     AcceleratorState._reset_state(True)
     gc.collect()
@@ -71,11 +67,11 @@ def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, r
         torch.cuda.empty_cache()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-    report("run" if turn else "inspected", **found)
+    report("run" if turn else "inspected", **values)
 
 
 class Run:
-    """One model, its optimizer and its data, prepared by a stock Accelerator."""
+    """Hold one model, its optimizer and its data, prepared by a stock Accelerator."""
 
     def __init__(
         self, settings: Settings, text: TrainingText, backend: str, seed: int, with_reference: bool = False
@@ -84,18 +80,21 @@ class Run:
         began = time.perf_counter()
         self.accelerator = _accelerator(settings, backend)
         self.bare = model = build_model(settings, text.vocab_size, seed)
-        self.task = language_model.task(settings)
+        self.task = task(settings)
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
         checksum = zlib.crc32(self.starts.numpy().tobytes())
         for parameter in model.parameters():
             checksum = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), checksum)
         self.start_checksum = f"{checksum:08x}"
-        """Equal for two runs that begin with the same weights and the same order of data."""
+        """Equal for two runs with the same initial weights and order of data."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
-        if with_reference:  # of the first batch, before anything is converted
+        # A long warm-up: a large step early amplifies small differences, and after a short one the gap of one backend
+        # varied several times as much from seed to seed.
+        warmup = round(settings.steps * settings.warmup_share)
+        scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, settings.steps - 1)
+        if with_reference:  # gradients of the first batch, before conversion
             weights = dict(model.named_parameters())
             self.reference_gradients = self._gradients(weights, autocast=settings.reference == "bf16")
             rounded = {
@@ -103,7 +102,7 @@ class Run:
                 for name, weight in weights.items()
             }
             self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
-            """Cosines of the reference's gradients to those of FP32 products at weights rounded to bf16."""
+            """Cosines of the reference's gradients to the FP32 gradients at weights rounded to bf16."""
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
         self.start_seconds = time.perf_counter() - began
@@ -113,7 +112,7 @@ class Run:
         return self._inputs(tokens, seed=self.seed * 1_000_003 + step)
 
     def _inputs(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-        values = language_model.inputs(tokens, self.task, self.text.vocab_size, seed)
+        values = inputs(tokens, self.task, self.text.vocab_size, seed)
         return {name: value.to(self.accelerator.device) for name, value in values.items()}
 
     def backward(self, step: int) -> torch.Tensor:
@@ -135,11 +134,11 @@ class Run:
         return loss
 
     def train(self, progress: Callable[[int, float], None]) -> dict[str, Any]:
-        """Run all steps, then evaluate. Times leave the first tenth out, and whatever a compiler does there."""
+        """Run all steps, then evaluate. Times exclude the first tenth, and with it compilation."""
         settings, losses, times = self.settings, [], []
         self.model.train()
         on_gpu = self.accelerator.device.type == "cuda"
-        group = 5 if on_gpu else 1  # reading a loss makes a GPU wait: once in several steps is enough
+        group = 5 if on_gpu else 1  # reading a loss makes a GPU wait
         pending: list[torch.Tensor] = []
         began = time.perf_counter()
         for step in range(settings.steps):
@@ -172,7 +171,7 @@ class Run:
         accelerator, several = self.accelerator, self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
-        model = self.bare if several else self.model  # DDP would wait for ranks that have fewer windows
+        model = self.bare if several else self.model  # DDP would wait for ranks with fewer windows
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         mine = torch.arange(accelerator.process_index, len(windows), accelerator.num_processes)
         inputs = self._inputs(windows, seed=-1)
@@ -184,24 +183,23 @@ class Run:
         return total.item() / len(windows)
 
     def unmoved(self) -> list[str]:
-        """List trainable parameters that are still what they were once they were stored as the recipe says."""
+        """List trainable parameters that are unchanged since `prepare` stored them."""
         now = dict(self.bare.named_parameters())
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
-        """Return the gradients of the first batch, of each of these weights that has one."""
+        """Return the gradients of the first batch at these weights."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = torch.func.functional_call(self.bare, weights, kwargs=self.batch(0)).loss
-        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-        return {name: each.cpu() for name, each in zip(trained, found, strict=True) if each is not None}
+        gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        return {name: each.cpu() for name, each in zip(trained, gradients, strict=True) if each is not None}
 
     def gradient_cosines(self) -> dict[str, float]:
-        """Compare every parameter's gradient with the reference's at the initial weights; 0 where it has none."""
+        """Return the cosine of every parameter's gradient to the reference's at the initial weights; 0 without one."""
         return self._cosines({name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None})
 
     def _cosines(self, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return the cosine of each gradient to the reference's; 0 where there is none."""
         return {
             name: _cosine(gradients[name], expected) if name in gradients else 0.0
             for name, expected in self.reference_gradients.items()
@@ -209,14 +207,14 @@ class Run:
 
 
 def _cosine(gradient: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the cosine of the angle between two gradients; 1 for equal ones, and else 0 where one of them is zero."""
+    """Return the cosine of two gradients; if one of them is zero, 1 for equal ones and 0 otherwise."""
     gradient, other = (each.detach().cpu().double().flatten() for each in (gradient, other))
     norms = (gradient.norm() * other.norm()).item()
     return (gradient @ other).item() / norms if norms != 0 else float(torch.equal(gradient, other))
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the plain values on the CPU, a scaled weight's with all the precision that this rank has of it."""
+    """Return plain values on the CPU, for a scaled weight with all the precision on this rank."""
     values = parameter.detach()
     if isinstance(parameter, ScaledTensor):
         values = parameter.exact() if parameter.elsewhere is None else parameter.dequantize()
@@ -224,8 +222,7 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, Any]:
-    """Take a few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
-    that are timed."""
+    """Observe the first training steps (gradients at the initial weights, audit, memory), then time a few."""
     with _messages() as messages:
         run = Run(settings, text, backend, seed=0, with_reference=True)
         run.backward(0)
@@ -248,7 +245,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
     seconds = []
     for step in range(INSPECTED_STEPS + 1, INSPECTED_STEPS + 1 + TIMED_STEPS):
         began = time.perf_counter()
-        run.step(step).item()  # which makes a GPU wait
+        run.step(step).item()  # makes a GPU wait
         seconds.append(time.perf_counter() - began)
     return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
@@ -285,46 +282,25 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 
 
-def _schedule(settings: Settings) -> Callable[[int], float]:
-    """Warm up linearly from zero, as in the schedules of transformers, then follow a cosine that ends at zero.
-
-    The warm-up is long and starts at zero because a step into steep terrain makes small differences grow: after a
-    short warm-up the gap of one and the same backend varied several times as much from seed to seed.
-    """
-    warmup = round(settings.steps * settings.warmup_share)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        done = (step - warmup) / max(1, settings.steps - 1 - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-    return factor
-
-
 @contextlib.contextmanager
 def _messages() -> Iterator[list[str]]:
-    """Collect what this package logs inside, the proof line and notices, each once."""
-    lines: list[str] = []
+    """Collect this package's log messages, the proof line and notices, each once."""
+    lines: dict[str, None] = {}
     logger, handler = logging.getLogger("fp8_backends"), logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        if (line := record.getMessage()) not in lines:
-            lines.append(line)
-
-    handler.emit, level = emit, logger.level
+    handler.emit, level = lambda record: lines.setdefault(record.getMessage()), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    messages: list[str] = []
     try:
-        yield lines
+        yield messages
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        messages += lines
 
 
 def _reporter() -> Report:
-    """Return what writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks
-    all but the first write only that they are ready, and why they failed."""
+    """Return a writer of events to stdout (other ranks: only "ready" and "failed"); other output goes to stderr."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0
@@ -342,28 +318,22 @@ def _reporter() -> Report:
     return report
 
 
-def _turns() -> Iterator[int]:
-    """Count turns as standard input permits. It is then out of the reach of whatever else this process starts."""
-    permits = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
-
-
 def main(argv: list[str]) -> int:
     settings_path, text_path, backend = argv
-    report, turns = _reporter(), _turns()
+    report, permits = _reporter(), os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # hides the permits from this process's children
     text = TrainingText(**torch.load(text_path, weights_only=True))
     try:
         settings = _read(settings_path)
         if settings.device == "cpu":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads what a model is made of
+        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads the modules of transformers
         report("ready")
-        for turn in turns:
+        for turn in itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count()):
             take_turn(turn, _read(settings_path), text, backend, report)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the comparison has ended
         os._exit(1)
     except Exception as error:
         report("failed", message=f"{type(error).__name__}: {error}")
@@ -372,7 +342,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(settings_path: str) -> Settings:
-    """Read the settings anew at each turn: what fits into the time given is known only after the first."""
+    """Read the settings at each turn: the first one decides how much fits into the time limit."""
     return Settings(**json.loads(Path(settings_path).read_text()))
 
 

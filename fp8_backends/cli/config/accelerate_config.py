@@ -1,4 +1,4 @@
-"""A configuration file of Accelerate, as `TrainingConfig`."""
+"""Read a configuration file of Accelerate as `TrainingConfig`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, Traini
 _OLD_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys that Accelerate still translates."""
 
-_ENGINES: dict[str, Parallel] = {
-    "NO": "none",
-    "DEEPSPEED": "deepspeed",
-    "MEGATRON_LM": "megatron",
-    "XLA": "tpu",
-    "TPU": "tpu",
-}
-"""The engine by `distributed_type`. FSDP goes by its version, and all others are kinds of DDP."""
+_ENGINES: dict[str, Parallel] = {"NO": "none", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
+_ENGINES |= {"XLA": "tpu", "TPU": "tpu"}
+"""Engines by `distributed_type`. FSDP depends on its version, and all others are kinds of DDP."""
 
 _GATHER = "enable_fsdp_float8_all_gather"
 
@@ -37,11 +32,11 @@ _BLOCKS: dict[str, tuple[str, ...]] = {
     "dynamo_config": ("dynamo_",),
     "deepspeed_config": ("", "deepspeed_", "zero", "offload_", "gradient_"),
 }
-"""Blocks, and how the flags that their keys name begin: the first of these may be left out."""
+"""Prefixes of the flags in each block; a key may omit the first one."""
 
 
 def read_accelerate(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
-    """Return what the file means. Raises `RecipeError` for keys that Accelerate refuses, or would take and ignore."""
+    """Interpret the file. Raises `RecipeError` for keys that Accelerate refuses or ignores."""
     if "SAGEMAKER" in str(values.get("compute_environment", "")).upper():
         raise RecipeError(
             f"{source} is for Amazon SageMaker, which starts scripts by itself: put `import fp8_backends` into the "
@@ -81,8 +76,7 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
         **({"num_processes": config.processes} if config.processes else {}),
         **({"dynamo_config": dynamo.values} if dynamo.values else {}),
     }
-    by_file = config.parallel == "deepspeed" and "deepspeed_config_file" in file.block("deepspeed_config").values
-    if by_file and values.get("mixed_precision"):
+    if config.parallel == "deepspeed" and _has_deepspeed_file(file) and values.get("mixed_precision"):
         config.notes.append(DEEPSPEED_PRECISION)
     if config.processes is None:
         config.notes.append("num_processes is not given: give --num_processes N when you launch")
@@ -90,22 +84,25 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
 
 
 def _word(value: Any) -> Any:
-    """Undo YAML, which reads a plain NO as False."""
+    """Return "NO" for False, as YAML reads a plain NO."""
     return "NO" if value is False else value
+
+
+def _has_deepspeed_file(file: ConfigFile) -> bool:
+    return "deepspeed_config_file" in file.block("deepspeed_config").values
 
 
 def _precision(file: ConfigFile) -> str:
     word = file.values.get("mixed_precision")
-    has_engine_file = "deepspeed_config_file" in file.block("deepspeed_config").values
-    if word is None and has_engine_file and file.values.get("fp8_config"):
-        return "fp8"  # Accelerate wants no mixed_precision beside that file
+    if word is None and _has_deepspeed_file(file) and file.values.get("fp8_config"):
+        return "fp8"  # Accelerate refuses mixed_precision beside that file
     if word is None or word is False:
         word = "fp16" if file.get("fp16", flag) else "no"
     return file.parsed("mixed_precision", one_of("no", "fp16", "bf16", "fp8"), word)
 
 
 def _block(file: ConfigFile, name: str) -> ConfigFile:
-    """Return a block under the names of its flags. A key that is no flag would be passed over in silence."""
+    """Return a block with the names of its flags, and refuse keys that Accelerate would ignore."""
     prefix, block = _BLOCKS[name][0], file.block(name)
     block.values = {prefix + key.removeprefix(prefix): value for key, value in block.values.items()}
     if block.values:
@@ -115,16 +112,16 @@ def _block(file: ConfigFile, name: str) -> ConfigFile:
 
 @functools.cache
 def _keys(name: str) -> list[str]:
-    """List the flags of the installed Accelerate's launcher that belong to a block."""
+    """List the flags of a block in the installed Accelerate's launcher."""
     from accelerate.commands.launch import launch_command_parser  # loads every launcher
 
     beginnings = tuple(filter(None, _BLOCKS[name]))
     flags = [action.dest for action in launch_command_parser()._actions if action.dest.startswith(beginnings)]
-    return [*flags, "fsdp_ignored_modules"] if name == "fsdp_config" else flags  # which is read without a flag
+    return [*flags, "fsdp_ignored_modules"] if name == "fsdp_config" else flags  # the launcher has no flag for it
 
 
 def _dynamo(file: ConfigFile) -> ConfigFile:
-    """Return the block with its backend, which older files have outside, in one spelling."""
+    """Return the block with its backend in one spelling; older files have it outside."""
     block, key = _block(file, "dynamo_config"), "dynamo_backend"
     place = block if key in block.values else file
     if (word := place.values.get(key)) is not None:
@@ -147,13 +144,13 @@ def _fields(file: ConfigFile, config: TrainingConfig) -> dict[str, Any]:
 
 
 def _surroundings(file: ConfigFile, config: TrainingConfig, fsdp: ConfigFile, deepspeed: ConfigFile) -> dict[str, Any]:
-    """Return what `validate` wants to know. The launcher's own defaults hold where the file says nothing."""
-    found: dict[str, Any] = {}
+    """Return further arguments of `validate`, with the launcher's own defaults."""
+    arguments: dict[str, Any] = {}
     if config.parallel in ("fsdp1", "fsdp2"):
         for name, default in (("activation_checkpointing", False), ("cpu_ram_efficient_loading", True)):
-            found[name] = fsdp.get(f"fsdp_{name}", flag, default)
+            arguments[name] = fsdp.get(f"fsdp_{name}", flag, default)
     if config.parallel == "deepspeed":
         path = deepspeed.get("deepspeed_config_file", word)
-        found["zero_stage"] = file.zero_stage(path) if path else deepspeed.get("zero_stage", whole_number(0), 2)
+        arguments["zero_stage"] = file.zero_stage(path) if path else deepspeed.get("zero_stage", whole_number(0), 2)
     ranks = file.block("parallelism_config").get("parallelism_config_tp_size", whole_number(1))
-    return found if ranks is None else {**found, "tensor_parallel": ranks}
+    return arguments if ranks is None else {**arguments, "tensor_parallel": ranks}

@@ -1,7 +1,7 @@
-"""A configuration file of Axolotl, as `TrainingConfig`.
+"""Read a configuration file of Axolotl as `TrainingConfig`.
 
-Of its hundreds of keys those are read that say something about precision, sharding and compilation. What they mean is
-what Axolotl 0.19 does with them: FP8 through TorchAO, by `fp8_config.recipe`.
+Only the keys for precision, sharding and compilation count, as Axolotl 0.19 uses them: FP8 through TorchAO, by
+`fp8_config.recipe`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,10 @@ _FSDP_BLOCK = {
     "state_dict_type": one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
     "transformer_layer_cls_to_wrap": None,
 }
-"""Keys of fsdp_config, without the prefix fsdp_, and how their values are read (None: as they are)."""
-_FSDP1_ONLY = {
-    "backward_prefetch": None,
-    "forward_prefetch": flag,
-    "sharding_strategy": None,
-    "sync_module_states": flag,
-    "use_orig_params": flag,
-}
-"""Further ones that FSDP2 has no use for, and examples have all the same."""
+"""Keys of fsdp_config, without the prefix fsdp_, and the parsers of their values (None: as they are)."""
+_FSDP1_ONLY = {"backward_prefetch": None, "forward_prefetch": flag, "sharding_strategy": None}
+_FSDP1_ONLY |= {"sync_module_states": flag, "use_orig_params": flag}
+"""Further keys, without effect under FSDP2."""
 _NOT_CARRIED = {
     "cpu_offload_pin_memory": "set FSDP_CPU_OFFLOAD_PIN_MEMORY in the environment",
     "final_state_dict_type": "it is Axolotl's own, for the last save",
@@ -56,7 +51,7 @@ _ATTENTION_FLAGS = {
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
 }
-"""Older keys, and the `attn_implementation` that each stands for."""
+"""Older keys for `attn_implementation`, and its values."""
 _COMPILERS = one_of(*(each.value for each in DynamoBackend if each.value != "NO"))
 _COMPILE_MODES = one_of("default", "reduce-overhead", "max-autotune")
 _MESH = {
@@ -65,7 +60,7 @@ _MESH = {
     "tensor_parallel_size": "parallelism_config_tp_size",
     "context_parallel_size": "parallelism_config_cp_size",
 }
-"""The sizes of the mesh, and Accelerate's names of them."""
+"""Sizes of the mesh, and Accelerate's names for them."""
 _READ = (
     *(*_FP8_KEYS, *_FSDP_KEYS, *_ATTENTION_FLAGS, *_MESH),
     *("bf16", "fp16", "bfloat16", "float16", "deepspeed", "gradient_checkpointing", "optimizer", "sequence_len"),
@@ -75,8 +70,7 @@ _READ = (
 
 
 def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
-    """Return what the file means. Raises `RecipeError` for unknown keys that begin with fp8 or fsdp, or lie in their
-    blocks, and for values that Axolotl would refuse."""
+    """Interpret the file. Raises `RecipeError` for unknown keys of fp8 and fsdp, or values that Axolotl refuses."""
     file, notes = ConfigFile(values, source), []
     file.refuse_unknown(_FP8_KEYS, "fp8")
     file.refuse_unknown(_FSDP_KEYS, "fsdp")
@@ -84,7 +78,7 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     parallel = _parallel(file, fsdp)
     mesh = {key: file.get(key, whole_number(1), 1) for key in _MESH}
     if processes is None:
-        # Axolotl starts one process for each GPU; an engine for several, and no GPU here to count, tell nothing
+        # Axolotl starts one process for each GPU; without a GPU here, an engine leaves the number unknown
         processes = torch.cuda.device_count() or (1 if parallel == "none" else None)
         processes = math.prod(mesh.values()) if max(mesh.values()) > 1 else processes
     if parallel == "none" and processes is not None and processes > 1:
@@ -124,15 +118,16 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
 
 
 def _is_on(file: ConfigFile, key: str, *words: str) -> bool:
-    """Read a flag, False where it is not set. `words`: what turns it on beside true."""
+    """Read a flag, by default False. `words` also mean true."""
     return file.get(key, lambda value: value in words or flag(value), False)
 
 
 def _engine_settings(value: Any) -> Any:
-    """What a key has that selects an engine; None for false."""
-    if str(value).strip().lower() in ("true", "yes", "on", "1"):
+    """Return the settings of an engine; None for false."""
+    word = str(value).strip().lower()
+    if word in ("true", "yes", "on", "1"):
         raise ValueError("must be what the engine reads: DeepSpeed's JSON file, a list of FSDP's options")
-    return None if str(value).strip().lower() in ("false", "no", "off", "0") else value
+    return None if word in ("false", "no", "off", "0") else value
 
 
 def _precision(file: ConfigFile, notes: list[str]) -> str:
@@ -151,7 +146,7 @@ def _precision(file: ConfigFile, notes: list[str]) -> str:
 
 
 def _is_fp16(file: ConfigFile) -> bool:
-    """Axolotl takes bf16 where both are asked for."""
+    """Return True for fp16 without bf16, which Axolotl prefers."""
     return _is_on(file, "fp16") and (file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full"))
 
 
@@ -171,15 +166,15 @@ def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
 
 
 def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
-    """Return the FSDP block without prefixes, its version in it; empty without FSDP. Unset keys are left out."""
+    """Return the FSDP block without prefixes and unset keys, with its version; {} without FSDP."""
     block = file.block("fsdp_config")
     if not file.get("fsdp", _engine_settings) and not block.values:
         if file.values.get("fsdp_version") is not None:
             notes.append("fsdp_version has no effect without fsdp_config")
         return {}
-    places = {"fsdp_version": file.values.get("fsdp_version")}
-    places |= {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
-    places = {key: str(value).strip() for key, value in places.items() if value is not None}  # it may stand in quotes
+    in_block = {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
+    places = {"fsdp_version": file.values.get("fsdp_version"), **in_block}
+    places = {key: str(value).strip() for key, value in places.items() if value is not None}  # perhaps in quotes
     if len(set(places.values())) > 1:
         raise RecipeError(f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree")
     key, version = next(iter(places.items()), ("fsdp_version", "1"))  # Axolotl's own default
@@ -187,15 +182,15 @@ def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
     block.values = {key.removeprefix("fsdp_"): value for key, value in block.values.items() if value is not None}
     parsers = _FSDP_BLOCK | _FSDP1_ONLY
     block.refuse_unknown([*parsers, *_NOT_CARRIED, "version"])
-    found: dict[str, Any] = {"version": version}
+    settings: dict[str, Any] = {"version": version}
     for key, value in block.values.items():
         if key in _NOT_CARRIED:
             notes.append(f"fsdp_config.{key} is left out: {_NOT_CARRIED[key]}")
         elif key in _FSDP1_ONLY and version == 2:
             notes.append(f"fsdp_config.{key} is left out: it has no effect under FSDP2")
         elif key != "version":
-            found[key] = value if parsers[key] is None else block.get(key, parsers[key])
-    return found
+            settings[key] = value if parsers[key] is None else block.get(key, parsers[key])
+    return settings
 
 
 def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
@@ -213,20 +208,18 @@ def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
 
 
 def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Accelerate's keys for the engine."""
     keys = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False}
     if parallel == "deepspeed":
         block = {"deepspeed_config_file": file.values["deepspeed"]}
         return {**keys, "distributed_type": "DEEPSPEED", "deepspeed_config": block}
     if fsdp:
-        # the launcher's own default is to load efficiently; Axolotl's is not
+        # the launcher loads efficiently by default, Axolotl does not
         block = {"fsdp_cpu_ram_efficient_loading": False, **{f"fsdp_{key}": value for key, value in fsdp.items()}}
         return {**keys, "distributed_type": "FSDP", "fsdp_config": block}
     return {**keys, "distributed_type": "MULTI_GPU" if parallel == "ddp" else "NO"}
 
 
 def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:
-    """Return what `validate` wants to know about what surrounds FP8."""
     flags = (name for key, name in _ATTENTION_FLAGS.items() if _is_on(file, key))
     attention = file.values.get("attn_implementation")
     checkpointing = _is_on(file, "gradient_checkpointing", "offload", "offload_disk")

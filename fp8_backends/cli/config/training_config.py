@@ -1,4 +1,4 @@
-"""What a configuration file of Accelerate or of another trainer says about precision, sharding and compilation."""
+"""Represent the precision, sharding and compilation of a configuration file, and read its keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...compute.fields import closest
 from ...errors import RecipeError
 from ...recipes.fields import NAMING
-from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, resolve, settings_of
+from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, refusal_of, settings_of
 from ...recipes.reading import read_file
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
@@ -21,39 +21,38 @@ DEEPSPEED_PRECISION = (
     "with accelerate launch say --mixed_precision fp8"
 )
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
-"""Backends of torch.compile that make no kernels."""
+"""Backends of torch.compile that generate no kernels."""
 _MOST_NAMED = 5
-"""Unknown keys in one error."""
+"""Limit of unknown keys in one error."""
 
 
 @dataclass
 class TrainingConfig:
-    """The parts of a configuration that FP8 depends on, whoever wrote it."""
+    """The settings of a configuration that FP8 depends on."""
 
     source: str
-    """The file's name."""
     system: str
     """"accelerate" or "axolotl"."""
     mixed_precision: str
     """"no", "fp16", "bf16" or "fp8"."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of `FP8RecipeKwargs`; read only where FP8 is on."""
+    """Fields of `FP8RecipeKwargs`, for mixed precision "fp8"."""
     parallel: Parallel = "none"
     processes: int | None = None
-    """Processes that train, over all machines; None where the file does not say."""
+    """Training processes over all machines, if known."""
     compiled: Compiled = "none"
     surroundings: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `validate` that the file gives."""
+    """Further arguments of `validate`."""
     accelerate: dict[str, Any] = field(default_factory=dict)
-    """An Accelerate configuration that means the same, its precision left out."""
+    """An equivalent Accelerate configuration without its precision."""
     notes: list[str] = field(default_factory=list)
-    """What cannot be said in the other file's words, or has no effect."""
+    """Settings without an equivalent or without effect."""
     passed_over: list[str] = field(default_factory=list)
-    """Keys that say nothing about precision, sharding or compilation."""
+    """Keys unrelated to precision, sharding and compilation."""
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe as it was asked for (`auto` stays `auto`), or None where FP8 is off. Raises `RecipeError`."""
+        """The recipe as given (`auto` stays `auto`); None without FP8. Raises `RecipeError`."""
         if self.mixed_precision != "fp8":
             return None
         try:
@@ -62,21 +61,20 @@ class TrainingConfig:
             raise RecipeError(f"{self.source}: {error}") from None
 
     def use(self, backend: str) -> None:
-        """Take another backend. Fields that it does not read are left out, each with a note. Raises `RecipeError`."""
+        """Use another backend, and drop fields that it does not read, each with a note. Raises `RecipeError`."""
+        is_auto = FP8RecipeKwargs(backend=backend).compute == AUTO  # `auto` picks a backend that reads every field
         kept: dict[str, Any] = {"backend": backend}
-        resolve(kept)
         for name, value in self.fields.items():
             if name in NAMING:
                 continue
-            try:
-                resolve({**kept, name: value})
-                kept[name] = value
-            except RecipeError as error:
+            if not is_auto and (error := refusal_of(backend, {name: value})):
                 self.notes.append(f"{name}={shown(value)} of the file is left out with backend {backend}: {error}")
+            else:
+                kept[name] = value
         self.mixed_precision, self.fields = "fp8", kept
 
     def findings(self, chip: str | None = None) -> list[Finding]:
-        """List what is known to go wrong on this machine, or on one with that chip. Nothing where FP8 is off."""
+        """Return the known problems on this machine, or on one with that chip; [] without FP8."""
         if self.recipe is None:
             return []
         return validate(
@@ -99,19 +97,15 @@ class TrainingConfig:
 
 
 def given_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields beside its name in which a recipe differs from its backend's defaults."""
-
-    def is_default(name: str, value: Any) -> bool:
-        if name == "pad_inner_dim":
-            return value is True  # what TorchAO's handler has, too
-        return value == settings_of(recipe.compute)[name].default_for(recipe.scaling)
-
+    """Return the fields, except its name, in which a recipe differs from its backend's defaults."""
+    defaults = {name: field.default_for(recipe.scaling) for name, field in settings_of(recipe.compute).items()}
+    defaults["pad_inner_dim"] = True  # the default of TorchAO's handler
     given = recipe.to_kwargs().items()
-    return {name: value for name, value in given if name not in NAMING and not is_default(name, value)}
+    return {name: value for name, value in given if name not in NAMING and value != defaults[name]}
 
 
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the `fp8_config` block that means this recipe, by whichever launcher reads it."""
+    """Return the `fp8_config` block of this recipe, for both launchers."""
     fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
     naming = {"scaling": recipe.scaling} if recipe.name == AUTO and recipe.scaling else {}  # else in the name
@@ -119,14 +113,11 @@ def yaml_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
-"""Our own keys where Accelerate's launcher exports a default under its own: that one counts as not given."""
-
-
-# For the readers of each system
+"""This package's keys for fields whose defaults Accelerate's launcher exports: its own keys count as not given."""
 
 
 class ConfigFile:
-    """The keys of a configuration file, or of a block in it, read one by one. Errors name the file and the key."""
+    """Read the keys of a configuration file, or of a block in it. Errors name the file and the key."""
 
     def __init__(self, values: Mapping[str, Any], source: str, block: str = "") -> None:
         self.values, self.source = values, source
@@ -134,37 +125,35 @@ class ConfigFile:
         self._prefix = f"{self.name}." if block else f"{source}: "
 
     def get(self, key: str, parse: Callable[[Any], Any], default: Any = None) -> Any:
-        """Return the parsed value, or the default where the key is not set. Raises `RecipeError`."""
+        """Return the parsed value of a key, or the default. Raises `RecipeError`."""
         value = self.values.get(key)
         return default if value is None else self.parsed(key, parse, value)
 
     def parsed(self, key: str, parse: Callable[[Any], Any], value: Any) -> Any:
-        """Return this value of a key as `parse` reads it. Raises `RecipeError`."""
+        """Return `parse(value)` for a key. Raises `RecipeError`."""
         try:
             return parse(value)
         except ValueError as error:
             raise RecipeError(f"{self._prefix}{key}={shown(value)} {error}") from None
 
     def block(self, key: str) -> ConfigFile:
-        """Return a block of keys, empty where there is none. Raises `RecipeError` for anything else."""
+        """Return a block of keys, perhaps empty. Raises `RecipeError` for anything else."""
         values = self.values.get(key) or {}
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self._prefix}{key} must be a block of keys, not {shown(values)}")
         return ConfigFile({str(name): value for name, value in values.items()}, self.source, key)
 
     def refuse_unknown(self, known: Iterable[str], prefix: str = "") -> None:
-        """Raise `RecipeError` that names the first keys, of those with this prefix, that are not known, each with the
-        nearest that is."""
+        """Raise `RecipeError` with the first unknown keys of this prefix, each with the nearest known key."""
         known = list(known)
-        keys = [key for key in self.values if key.lower().startswith(prefix)]
-        if unknown := [key for key in keys if key not in known]:
+        unknown = [key for key in self.values if key.lower().startswith(prefix) and key not in known]
+        if unknown:
             named = ", ".join(f"{shortened(key)}{closest(key, known)}" for key in unknown[:_MOST_NAMED])
             more = len(unknown) - _MOST_NAMED
             raise RecipeError(f"{self.name}: not known: {named}" + (f" and {more} more" if more > 0 else ""))
 
     def zero_stage(self, path: str) -> int | None:
-        """Return the ZeRO stage in a DeepSpeed configuration, which is looked for from here and beside this file; None
-        where it does not tell."""
+        """Return the ZeRO stage of a DeepSpeed file, found from here or beside this file; None if unknown."""
         places = (path, os.path.join(os.path.dirname(self.source), path))
         path = next((place for place in places if os.path.isfile(place)), None)
         stage = path and ConfigFile(read_file(path), path).block("zero_optimization").values.get("stage")

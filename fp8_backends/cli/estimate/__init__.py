@@ -1,4 +1,4 @@
-"""What a training step takes in memory and sends, told before it runs."""
+"""Estimate memory and traffic of a training step before it runs."""
 
 from .estimates import Estimate, Workload, estimate
 from .model_shapes import ModelShape

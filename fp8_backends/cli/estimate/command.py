@@ -1,4 +1,4 @@
-"""`fp8-backends estimate`: what training a model takes, before anything runs."""
+"""`fp8-backends estimate`: the memory and traffic of training a model, before anything runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Device(NamedTuple):
     memory: float
     """Bytes."""
     chip: str | None = None
-    """A name in `chips.PRODUCTS`; None: not known."""
+    """A name in `chips.PRODUCTS`, if known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,19 +69,17 @@ def run(args: argparse.Namespace) -> int:
         raise FP8BackendError(
             f"--sequence {args.sequence}: this model reads images, which have no tokens: leave it out"
         )
-    workload = Workload(
-        model=model,
-        batch=args.batch,
-        sequence=args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
-        checkpointing=args.checkpointing,
-        weights=args.weights,
-        devices=args.devices,
-        memory=device.memory,
-    )
+    settings = {
+        "batch": args.batch,
+        "sequence": args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
+        **{name: getattr(args, name) for name in ("checkpointing", "weights", "devices")},
+    }
+    workload = Workload(model=model, memory=device.memory, **settings)
     with Progress(f"tracing a training step of {model.title}") as progress:
-        fields = {"saved_activations": args.saved_activations}
         backends = [
-            name if name.lower() in BASELINES else resolve({"backend": name, **fields})
+            name
+            if name.lower() in BASELINES
+            else resolve({"backend": name, "saved_activations": args.saved_activations})
             for name in _listed("--backend", args.backend)
         ]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
@@ -91,12 +89,11 @@ def run(args: argparse.Namespace) -> int:
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
         advice += auto_advice(device)
     if args.json:
-        names = ("batch", "sequence", "checkpointing", "weights", "devices")
         plain = {
             "model": model.title,
             "parameters": model.parameters,
             "device": device._asdict(),
-            "settings": {name: getattr(workload, name) for name in names},
+            "settings": settings,
             "estimates": [each.to_dict() for each in estimates],
             "advice": advice,
         }
@@ -107,11 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def device_named(name: str | None) -> Device:
-    """Return a device by its name, by its GiB, "cpu" for this machine's RAM; None: this machine's GPU or RAM.
-
-    Raises:
-        FP8BackendError: an unknown name, or one of several products that differ in memory.
-    """
+    """Return a device by name or GiB; None is this machine. Raises `FP8BackendError` for unknown or ambiguous names."""
     if name is None and hardware.has_gpu():
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
         return Device(f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory, hardware.chip().key)
@@ -135,7 +128,7 @@ def device_named(name: str | None) -> Device:
 
 
 def _ram() -> float:
-    """Return the bytes of this machine's RAM, or what its control group leaves of it."""
+    """Return the bytes of this machine's RAM, limited by its control group."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -147,23 +140,19 @@ def _ram() -> float:
 
 
 def _listed(flag: str, text: str) -> list[str]:
-    """The words of a flag's text, which commas part. Raises `FP8BackendError` where there is none."""
-    words = [word for each in text.split(",") if (word := each.strip())]
+    """Split a flag's text at commas. Raises `FP8BackendError` if nothing is left."""
+    words = [word for part in text.split(",") if (word := part.strip())]
     if not words:
         raise FP8BackendError(f"{flag} names none")
     return words
 
 
 NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "small_model", "modest_gain")
-"""Rules that say where FP8 brings little or no speed, the plainest first."""
+"""Rules for little or no speed from FP8, the plainest first."""
 
 
 def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[str]:
-    """Say in sentences why FP8 brings little or no speed to this model on this chip; none where it does.
-
-    Args:
-        backends: those with FP8 products. What holds for all of them is said once, and alone.
-    """
+    """Explain why FP8 brings little or no speed to this model on this chip, in one sentence if all backends agree."""
     if device.chip is None or not backends:
         return []
     product = chips.product_named(device.chip)
@@ -172,20 +161,20 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
         return [f"for speed train in {advice.precision}: {advice.reason}"]
     with torch.device("meta"):
         meta = model.make_model(torch.float32)
-    found = {name: {each.rule for each in validate(name, meta, chip=device.chip)} for name in backends}
+    rules = {name: {finding.rule for finding in validate(name, meta, chip=device.chip)} for name in backends}
     sentences = []
     for rule in (RULES[name] for name in NOT_WORTH_IT):
-        slow = [name for name, applying in found.items() if rule.name in applying]
-        of = "" if len(slow) == len(found) else f" with {', '.join(slow)}"
-        sentence = f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}"
-        if slow and not of:
-            return [sentence]
-        sentences += [sentence] if slow else []
+        slow = [name for name, applying in rules.items() if rule.name in applying]
+        of = "" if len(slow) == len(rules) else f" with {', '.join(slow)}"
+        if slow:
+            sentences.append(f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}")
+            if not of:
+                return sentences[-1:]
     return sentences
 
 
 def auto_advice(device: Device) -> list[str]:
-    """Say what auto means on this chip, and why; nothing where the chip is unknown or has no FP8 products."""
+    """Explain the choice of `auto` on this chip; [] for an unknown chip or one without FP8 products."""
     chip = None if device.chip is None else chips.product_named(device.chip).chip
     if chip is None or not chip.fp8:
         return []
@@ -193,13 +182,11 @@ def auto_advice(device: Device) -> list[str]:
     return [f"without TransformerEngine auto means {choice.backend} there: {choice.reason}"]
 
 
-# As text
-
 COLUMNS = {
     "weights": "weights", "master": "master", "gradients": "grads", "states": "states", "buffers": "other",
     "copies": "copies", "activations": "acts", "peak": "peak", "sent": "sent",
 }  # fmt: skip
-"""Fields of an estimate and their headings. One that is nearly nothing for all backends has no column."""
+"""Fields of an estimate and their headings. A field near zero for all backends has no column."""
 _MEANINGS = {
     "buffers": "DDP's buckets and the model's buffers",
     "copies": "of weights, from forward to backward (autocast's, FP8 codes)",
@@ -212,7 +199,6 @@ _SHARDINGS = {
 
 
 def text(workload: Workload, device: Device, estimates: list[Estimate], advice: Iterable[str] = ()) -> str:
-    """Return the tables as they are printed."""
     known = [each for each in estimates if not each.refused]
     unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
     model = workload.model.title
@@ -231,9 +217,9 @@ def text(workload: Workload, device: Device, estimates: list[Estimate], advice: 
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
     moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
     legend = [
-        *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _tells(name, known)),
+        *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _has_column(name, known)),
         ("peak", f"the highest moment of a step ({moments})"),
-        *([("sent", "to other devices in a step")] if _tells("sent", known) else []),
+        *([("sent", "to other devices in a step")] if _has_column("sent", known) else []),
         ("FP8", "share of the FLOPs of weight products"),
         ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
         ("largest", "parameters of this shape with more or fewer layers"),
@@ -245,9 +231,9 @@ def text(workload: Workload, device: Device, estimates: list[Estimate], advice: 
 
 
 def _table(group: list[Estimate], size: int) -> str:
-    """Write one sharding: a row for each backend, and why others are refused."""
+    """Draw one sharding: a row for each backend, and the reasons of refused ones."""
     known = [each for each in group if not each.refused]
-    columns = [name for name in COLUMNS if _tells(name, known)]
+    columns = [name for name in COLUMNS if _has_column(name, known)]
     rows = [["", *(COLUMNS[name] for name in columns), "FP8", "fits", "largest", "batch"]]
     for each in known:
         fits = {True: "yes", False: "no", None: "?"}[each.fits]
@@ -259,8 +245,8 @@ def _table(group: list[Estimate], size: int) -> str:
     return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
 
 
-def _tells(name: str, estimates: Iterable[Estimate]) -> bool:
-    """Whether this field of the estimates has a column: it is more than a small share of a peak."""
+def _has_column(name: str, estimates: Iterable[Estimate]) -> bool:
+    """Return True if the field is more than a small share of a peak."""
     return any(getattr(each, name) > 0.002 * each.peak for each in estimates)
 
 

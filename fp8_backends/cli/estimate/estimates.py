@@ -1,53 +1,72 @@
-"""Memory and traffic of a training step, told before it runs.
+"""Estimate memory and traffic of a training step before it runs.
 
-A step of the model is traced on fake tensors (`step_trace.py`) with two and with three layers, and from there on
-everything grows evenly with depth: weights, gradients, states, saved activations, and with them the highest moment of
-each region of the step. The same with twice the batch says how activations grow. Models whose layers differ are traced
-whole. What a rank of several holds and sends follows from the trace (`sharded_costs.py`).
+`step_trace.py` traces a step of the model on fake tensors with two and with three layers, and everything grows evenly
+with depth: weights, gradients, states, saved activations, and the highest moment of each region of the step. A trace
+with twice the batch gives the growth of activations. Models with different layers are traced whole. The costs of one of
+several ranks follow from the trace:
+
+=========  =====================================================================================================
+sharding   contents of a rank besides activations
+=========  =====================================================================================================
+``none``   everything
+``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; O3 and O4 shard the masters
+           (or residuals) and moments of scaled weights
+``fsdp2``  1/N of weights, masters, gradients and moments; gathered: the parameters outside the blocks and of two
+           blocks (the current one and the next), and two blocks' gradients
+``zero1``  DeepSpeed in bf16: weights and gradients, 1/N of FP32 masters, moments and of an FP32 copy of the gradients
+``zero2``  the same with 1/N of the gradients, and two buckets of 5e8 elements
+``zero3``  1/N of all, and the gathered parameters
+=========  =====================================================================================================
+
+Sent bytes are the least of any algorithm: 2 (N - 1) / N of a sum over the ranks, (N - 1) / N of a gather or scatter.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...comm.two_shot import BLOCK
 from ...compute.fields import check_known, parsed, whole_number
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...states.levels import WEIGHT
 from ...words import shown
-from . import sharded_costs
-from .model_shapes import LONG, SHORT, ModelShape
+from .model_shapes import SHORT, ModelShape
 from .step_trace import (
     ACTIVATIONS,
     BUFFERS,
     CODES,
     COPIES,
+    GRADIENTS,
     MASTER,
     STATES,
     WEIGHTS,
+    Bytes,
     StepSettings,
     StepTrace,
     trace_step,
 )
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-"""The dtype of autocast by its name. As a backend, a name stands for training without FP8."""
+"""Dtypes of autocast by name. As a backend, a name means training without FP8."""
 
 WEIGHT_DTYPES = ("fp32", "bf16")
 
+SHARDINGS = ("none", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+DEEPSPEED = ("zero1", "zero2", "zero3")
+
 USABLE = 0.92
-"""Share of a device's memory that tensors can have. The rest is for the CUDA context, libraries' workspaces, and what
-the allocator cannot use because it is in pieces."""
+"""Share of a device's memory for tensors; the CUDA context, workspaces and fragmentation take the rest."""
 
 
 @dataclass(kw_only=True)
 class Workload:
-    """What is trained, and on what."""
-
     model: ModelShape
     batch: int = 1
     """Sequences in the batch of one device."""
@@ -57,7 +76,7 @@ class Workload:
     """"fp32", under autocast, or "bf16" throughout."""
     devices: int = 1
     memory: float | None = None
-    """Bytes of one device; None: not asked."""
+    """Bytes of one device, to estimate the largest model and batch."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "devices"):
@@ -66,7 +85,7 @@ class Workload:
 
 @dataclass
 class Estimate:
-    """What one backend takes under one sharding: bytes of one device, in one step."""
+    """Costs of one backend under one sharding: bytes of one device, in one step."""
 
     backend: str
     sharding: str
@@ -75,19 +94,17 @@ class Estimate:
     master: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
-    """The optimizer's states."""
     buffers: float = 0.0
-    """The model's buffers, FP8's scaling states among them, and DDP's buckets."""
+    """Buffers of the model, including FP8 scaling states, and DDP's buckets."""
     copies: float = 0.0
     """Copies of weights from forward to backward: autocast's, FP8 codes."""
     activations: float = 0.0
-    """What is kept from forward to backward beside them."""
+    """Other tensors saved for backward."""
     peak: float = 0.0
-    """The highest moment of the step."""
+    """Bytes at the highest moment of the step."""
     peak_at: str = ""
-    """When that is."""
+    """Region of the step with that moment."""
     sent: float = 0.0
-    """What goes to other devices."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of the FLOPs of weight products."""
     parameters: float = 0.0
@@ -98,12 +115,12 @@ class Estimate:
     largest_batch: int | None = None
     """Sequences of one device that fit; 0: not one."""
     refused: str = ""
-    """Why this backend does not go with this sharding; then nothing else is known."""
+    """Reason why this backend cannot train under this sharding; nothing else is then set."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def static(self) -> float:
-        """Bytes of weights, masters, gradients and states: what `audit` finds at the optimizer's step."""
+        """Bytes of weights, masters, gradients and states, as `audit` reports at the optimizer's step."""
         return self.weights + self.master + self.gradients + self.states
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,88 +133,87 @@ def estimate(
     shardings: Collection[str] = ("none",),
     on_backend: Callable[[str], object] = lambda name: None,
 ) -> list[Estimate]:
-    """Estimate each backend under each sharding, in this order. A backend that cannot train this model has the reason
-    in `refused`.
+    """Estimate each backend under each sharding, in this order.
+
+    A backend that cannot train this model has the reason in `refused`.
 
     Args:
         backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
-        shardings: names from `sharded_costs.SHARDINGS`.
-        on_backend: called with the name of each backend before its steps are traced, which takes seconds.
+        shardings: names from `SHARDINGS`.
+        on_backend: called with the name of each backend before the trace of its steps, which takes seconds.
 
     Raises:
-        RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
-        FP8BackendError: no backend can train this model, or its memory cannot be told.
+        RecipeError: an unknown backend, sharding or dtype of weights.
+        FP8BackendError: no backend can train this model, or its memory depends on values.
     """
     for name, names in (("backends", backends), ("shardings", shardings)):
         if not isinstance(names, Collection) or isinstance(names, str):
             raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
     for sharding in shardings:
-        check_known("sharding", sharding, sharded_costs.SHARDINGS)
+        check_known("sharding", sharding, SHARDINGS)
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
     longest = workload.model.longest
     if longest is not None and longest < workload.sequence:
         raise FP8BackendError(f"a sequence of {workload.sequence} tokens exceeds the model's {longest} positions")
-    asked = []
+    recipes = []
     for name in backends:
         baseline = str(name).lower()
         recipe = None if baseline in BASELINES else resolve(name)
-        asked.append((baseline if recipe is None else recipe.name, recipe))
+        recipes.append((baseline if recipe is None else recipe.name, recipe))
     traced: dict[tuple, Growth] = {}
-    found = []
+    estimates = []
     for sharding in shardings:
-        for name, recipe in asked:
+        for name, recipe in recipes:
             on_backend(name)
-            found.append(_estimate(workload, name, recipe, sharding, traced))
-    if found and all(each.refused for each in found):
-        raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
-    return found
+            estimates.append(_estimate(workload, name, recipe, sharding, traced))
+    if estimates and all(each.refused for each in estimates):
+        raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in estimates)))
+    return estimates
 
 
 def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:
-    """Estimate one backend under one sharding. `traced`: what was traced so far, which shardings share."""
-    found = Estimate(backend, sharding, workload.devices)
-    if sharding in sharded_costs.DEEPSPEED and recipe is not None and recipe.level != "O0":
-        found.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
-        return found
+    """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings share."""
+    result = Estimate(backend, sharding, workload.devices)
+    if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
+        result.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
+        return result
     of_te, of_release = sharding == "fsdp2" and _is_te(recipe), sharding == "ddp" and _releases(recipe)
-    key = (backend, id(recipe), sharding in sharded_costs.DEEPSPEED, of_te, of_release)
+    key = (backend, id(recipe), sharding in DEEPSPEED, of_te, of_release)
     try:
         growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:
-        found.refused = str(error).split("\n")[0]
-        return found
+        result.refused = str(error).split("\n")[0]
+        return result
 
-    if recipe is not None and recipe.saved_activations != "off":
-        found.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
-
-    def on_one_rank(layers: float, batch: float) -> sharded_costs.Rank:
-        return sharded_costs.Rank(growth.at(layers, batch), sharding, workload.devices, recipe)
+    def on_one_rank(layers: int, batch: int) -> tuple[Rank, StepTrace]:
+        rank = Rank(growth.at(layers, batch), sharding, workload.devices, recipe)
+        return rank, rank.step()
 
     def fits(layers: int, batch: int) -> bool:
-        return highest(on_one_rank(layers, batch).step())[1] <= USABLE * workload.memory
+        return highest(on_one_rank(layers, batch)[1])[1] <= USABLE * workload.memory
 
+    if recipe is not None and recipe.saved_activations != "off":
+        result.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
     if _is_te(recipe):
-        found.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
+        result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     if workload.devices > 1:
-        found.notes.append(
-            "figures are those without tensor parallelism: each device has whole layers, or gathers them"
-        )
+        note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
+        result.notes.append(note)
     layers, batch = workload.model.layers, workload.batch
-    rank = on_one_rank(layers, batch)
-    trace = rank.step()
+    rank, trace = on_one_rank(layers, batch)
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
-        setattr(found, part, trace.resting[part])
-    found.gradients, found.sent = trace.gradients, rank.sent_bytes()
-    found.copies, found.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
-    found.peak_at, found.peak = highest(trace)
-    found.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
-    found.parameters = trace.sizes["parameters"]
+        setattr(result, part, trace.resting[part])
+    result.gradients, result.sent = trace.saved[GRADIENTS], rank.sent_bytes()
+    result.copies, result.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
+    result.peak_at, result.peak = highest(trace)
+    result.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
+    result.parameters = trace.sizes["parameters"]
     if workload.memory is not None:
-        found.fits, found.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
+        result.fits, result.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
         if growth.in_layers:
-            found.largest_layers = _largest(lambda count: fits(count, batch))
-            found.largest_parameters = growth.at(found.largest_layers, batch).sizes["parameters"]
-    return found
+            result.largest_layers = _largest(lambda count: fits(count, batch))
+            result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
+    return result
 
 
 def highest(trace: StepTrace) -> tuple[str, float]:
@@ -208,68 +224,64 @@ def highest(trace: StepTrace) -> tuple[str, float]:
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
-    """Return the largest number, from 0, up to which `holds` is true."""
-    if not holds(1):
-        return 0
-    low, high = 1, 2
-    while holds(high) and high < 2**24:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-Numbers = dict[tuple[str, ...], float]
+    """Return the largest number, from 0 to 2**24, up to which `holds` is true."""
+    return bisect.bisect_left(range(1, 2**24), True, key=lambda count: not holds(count))
 
 
 @dataclass
 class Growth:
-    """How the numbers of a trace grow with depth and batch."""
+    """Extrapolate a step's trace to other depths and batches."""
 
-    coefficients: dict[tuple[str, ...], tuple[float, float, float, float]] = field(default_factory=dict)
-    """By number: (base, by layer, by batch, by both)."""
-    in_layers: bool = True
-    """Whether depth was varied; else the model is taken as it is."""
+    first: StepTrace
+    deeper: StepTrace
+    """The same with one more layer; `first` for a model that is traced whole."""
+    wider: StepTrace
+    """The same with twice the batch; `first` if no batch but the given one is of interest."""
+    layers: int
+    batch: int
+
+    @property
+    def in_layers(self) -> bool:
+        return self.deeper is not self.first
 
     def at(self, layers: float, batch: float) -> StepTrace:
-        layers = layers if self.in_layers else 0
-        found = {}
-        for key, (base, by_layer, by_batch, by_both) in self.coefficients.items():
-            found[key] = base + layers * by_layer + batch * (by_batch + layers * by_both)
-        return StepTrace.from_numbers(found)
+        """Return the trace for this depth and batch.
+
+        Numbers that grow with depth do not depend on the batch, except activations, which are proportional to it.
+        """
+
+        def grown(first: Bytes, deeper: Bytes, wider: Bytes) -> Bytes:
+            numbers = {}
+            for part, value in first.items():
+                by_layer = (deeper[part] - value) * (batch / self.batch if part == ACTIVATIONS else 1)
+                by_sample = (wider[part] - value) / self.batch
+                numbers[part] = value + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
+            return numbers
+
+        traces = (self.first, self.deeper, self.wider)
+        parts = {name: grown(*(getattr(trace, name) for trace in traces)) for name in ("resting", "sizes", "saved")}
+        peaks = {region: grown(*(trace.peaks[region] for trace in traces)) for region in self.first.peaks}
+        return StepTrace(**parts, peaks=peaks)
 
     @classmethod
     def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Growth:
-        """Trace the model with few layers, where its layers are alike. The batch is varied where a memory is given for
-        it to fit into.
-
-        What grows with depth and is no activation does not depend on the batch; an activation that grows with depth is
-        proportional to it.
-        """
-        batch, in_layers = workload.batch, workload.model.grows_evenly
-        trace = tracer(workload, recipe, sharding, backend)
-        short = workload.model.with_layers(SHORT) if in_layers else workload.model
-        layers = SHORT if in_layers else 0
+        """Trace a model with few layers if its layers are alike, and with twice the batch if a memory is given."""
+        batch, model = workload.batch, workload.model
+        trace = partial(trace_model, workload, recipe, sharding, backend)
+        short = model.with_layers(SHORT) if model.grows_evenly else model
         first = trace(short, batch)
-        deeper = trace(workload.model.with_layers(LONG), batch) if in_layers else first
+        deeper = trace(model.with_layers(SHORT + 1), batch) if model.grows_evenly else first
         wider = trace(short, 2 * batch) if workload.memory is not None else first
-        growth = cls(in_layers=in_layers)
-        for key, value in first.items():
-            by_depth = (deeper[key] - value) / (LONG - SHORT)
-            by_width = (wider[key] - value) / batch
-            both = by_depth / batch if key[-1] == ACTIVATIONS else 0.0
-            by_layer, by_batch = by_depth - batch * both, by_width - layers * both
-            base = value - layers * by_layer - batch * by_width
-            growth.coefficients[key] = (base, by_layer, by_batch, both)
-        return growth
+        return cls(first, deeper, wider, short.layers, batch)
 
 
-def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Callable[..., Numbers]:
-    """Return a function (model, batch) -> the numbers of the trace of its step."""
+def trace_model(
+    workload: Workload, recipe: Recipe | None, sharding: str, backend: str, model: ModelShape, batch: int
+) -> StepTrace:
+    """Trace a step of this model and batch, trained as the workload says."""
     autocast = BASELINES[backend if recipe is None else recipe.autocast_dtype]
     dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
-    if sharding in sharded_costs.DEEPSPEED:  # which holds the model in bf16
+    if sharding in DEEPSPEED:  # holds the model in bf16
         dtype, autocast = torch.bfloat16, None
     settings = StepSettings(
         recipe=recipe,
@@ -278,16 +290,13 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
         releases="none" if not _releases(recipe) else "scaled" if sharding == "ddp" else "all",
     )
 
-    def trace(model: ModelShape, batch: int) -> Numbers:
-        def make_batch() -> dict[str, torch.Tensor]:
-            made = model.make_batch(batch, workload.sequence)
-            return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()}
+    def make_batch() -> dict[str, torch.Tensor]:
+        tensors = model.make_batch(batch, workload.sequence)
+        return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
-        found = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
-        if _is_te(recipe):
-            _add_te_codes(found, recipe, sharding)
-        return found.numbers()
-
+    trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
+    if _is_te(recipe):
+        _add_te_codes(trace, recipe, sharding)
     return trace
 
 
@@ -305,11 +314,11 @@ _ALL_CODES_LIVE = {
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
-    """Add the codes of weights that TransformerEngine keeps beside those of its native equivalent.
+    """Add the weight codes that TransformerEngine keeps beyond its native equivalent.
 
-    It keeps them from forward to backward twice (as before Blackwell), as they are read by fprop and by dgrad; from O3
-    on the first are the weight. The native equivalent keeps them once, or makes them in backward. Under FSDP2
-    TransformerEngine makes those of gathered plain weights again.
+    Before Blackwell it keeps two copies from forward to backward, for fprop and dgrad; from O3 on the first is the
+    weight. The native equivalent keeps one, or recreates it in backward. Under FSDP2 TransformerEngine recreates the
+    codes of gathered plain weights.
     """
     in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
     copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
@@ -319,3 +328,119 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     trace.saved[CODES] += more
     for region in _ALL_CODES_LIVE & trace.peaks.keys():
         trace.peaks[region][CODES] += more
+
+
+# One of several ranks
+
+FP8_MESSAGE = (BLOCK + 1) / BLOCK
+"""Bytes of an element in an E4M3 message, including its share of a scale."""
+DDP_BUCKET = 25 * 2**20
+"""DDP's `bucket_cap_mb`, in bytes."""
+ZERO_BUCKET = 5e8
+"""DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
+HALF, SINGLE = 2, 4
+"""Bytes of an element."""
+GATHERED = 2
+"""Blocks with whole parameters on a rank at a time: the current one and the next."""
+
+
+class Rank:
+    """One of `ranks` ranks, each with the traced batch.
+
+    Args:
+        trace: a step on one device; for DeepSpeed with bf16 weights and no autocast.
+    """
+
+    def __init__(self, trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> None:
+        self.trace, self.sharding, self.ranks = trace, sharding, ranks
+        self.shares_states = recipe is not None and recipe.shares_states
+        self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
+        self.scaled_width = 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
+        """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
+
+    def step(self) -> StepTrace:
+        trace = self.trace
+        return replace(
+            trace,
+            resting=self._holds(trace.resting),
+            saved=self._holds(trace.saved),
+            peaks={region: self._holds_in(region, parts) for region, parts in trace.peaks.items()},
+        )
+
+    def _holds(self, parts: Bytes) -> Bytes:
+        """Return this rank's permanent bytes of these parts."""
+        parts, sizes, ranks = dict(parts), self.trace.sizes, self.ranks
+        if self.sharding == "ddp":
+            if ranks > 1 and BUFFERS in parts:
+                parts[BUFFERS] += sizes["plain_gradients"]  # DDP's buckets
+            if self.shares_states and STATES in parts:
+                parts[MASTER] /= ranks
+                parts[STATES] -= (1 - 1 / ranks) * sizes["scaled_states"]
+        elif self.sharding == "fsdp2":
+            for part in parts.keys() & {WEIGHTS, MASTER, GRADIENTS, STATES}:
+                parts[part] /= ranks
+            if COPIES in parts:
+                parts[COPIES] = 0.0  # gathered weights are in bf16 already: autocast copies nothing
+        elif self.sharding in DEEPSPEED:
+            if WEIGHTS in parts:
+                parts[WEIGHTS] /= ranks if self.sharding == "zero3" else 1
+                parts[MASTER] = SINGLE * sizes["trained"] / ranks
+                parts[STATES] = 2 * parts[MASTER]
+            if GRADIENTS in parts:
+                parts[GRADIENTS] /= 1 if self.sharding == "zero1" else ranks
+        return parts
+
+    def _holds_in(self, region: str, parts: Bytes) -> Bytes:
+        """Return this rank's bytes at a moment of the step, including temporary ones."""
+        sizes, held = self.trace.sizes, self._holds(parts)
+        if region == "step":
+            if self.sharding in DEEPSPEED:
+                held[GRADIENTS] += held[MASTER]  # the gradient of this rank's part, in FP32
+            return held
+        goes_back = region.startswith("backward")
+        if self.sharding in ("fsdp2", "zero3"):
+            plain = sizes["block"] - sizes["block_scaled"]
+            block = sizes["block_scaled"] * self.scaled_width + HALF * plain  # as gathered
+            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * block
+            held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
+        elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
+            held[GRADIENTS] += self._in_flight(region)
+        elif self.sharding == "zero2" and goes_back:
+            held[GRADIENTS] += 2 * HALF * min(ZERO_BUCKET, sizes["trained"])
+        return held
+
+    def _in_flight(self, region: str) -> float:
+        """Return the bytes of scaled weights' gradients in flight under DDP.
+
+        They wait in high precision for a full bucket, and go from there into messages, or are copied for a plain sum. A
+        bucket is full at the latest after the first blocks, the last ones in backward.
+        """
+        sizes = self.trace.sizes
+        bucket = min(SINGLE * sizes["scaled"], max(DDP_BUCKET, SINGLE * sizes["largest_scaled"]))
+        is_full = region not in ("backward of the head", "backward of the last block")
+        if not is_full and bucket >= SINGLE * sizes["block_scaled"]:
+            return 0.0
+        if not self.sends_fp8:
+            return 2 * bucket
+        messages = 2 * FP8_MESSAGE + SINGLE / self.ranks  # sent, received, and this rank's part in FP32
+        return bucket * (1 + messages / SINGLE)
+
+    def sent_bytes(self) -> float:
+        """Return the bytes that the rank sends to others in one step without accumulation."""
+        if self.ranks == 1 or self.sharding == "none":
+            return 0.0
+        sizes, share = self.trace.sizes, (self.ranks - 1) / self.ranks
+        scaled, trained = sizes["scaled"], sizes["trained"]
+        states = 2 * share * SINGLE * sizes["scaling_states"]
+        if self.sharding == "ddp":
+            if self.sends_fp8 and not scaled:  # DDP's communication hook takes all
+                return states + 2 * share * FP8_MESSAGE * trained
+            gradients = sizes["plain_gradients"] + scaled * (FP8_MESSAGE if self.sends_fp8 else SINGLE)
+            owned = scaled if self.shares_states else 0
+            return states + 2 * share * gradients + share * owned * self.scaled_width
+        if self.sharding == "fsdp2":
+            weights = self.scaled_width * scaled + HALF * (sizes["parameters"] - scaled)
+            again = weights - HALF * sizes["outside"]  # in backward; parameters outside the blocks stay gathered
+            return states + share * (weights + again + trained * (FP8_MESSAGE if self.sends_fp8 else HALF))
+        passes = 3 if self.sharding == "zero3" else 2  # gradients; weights, with ZeRO-3 in forward and in backward
+        return states + passes * share * HALF * trained

@@ -1,4 +1,4 @@
-"""The models that an estimate is about: a transformers configuration, or a number of parameters."""
+"""Describe the model of an estimate: a transformers configuration, or a number of parameters."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _WITH_LOSS = {
     _IMAGES: ("ForImageClassification",),
     _SPECTROGRAMS: ("ForConditionalGeneration",),
 }
-"""What a model reads first, and endings of classes that take it with `labels` and return a loss: a label for each token
-or, of a classifier, one for each sample."""
+"""Main input, and endings of classes that take it with `labels` and return a loss: a label for each token or, for a
+classifier, one for each sample."""
 _SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
-"""Fields of a configuration that say how large an input is; a model of images and texts has them further down."""
+"""Fields of a configuration with the size of an input; a model of images and texts has them in a nested one."""
 IMAGE_SIZE = 224
-"""Pixels of a side, for a model whose configuration names none (ResNet): what they are trained with."""
+"""Pixels of a side, if the configuration has none (ResNet): the size of its training."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 _DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
-"""Fields with a decoder's depth, where `num_hidden_layers` is the encoder's."""
+"""Fields with a decoder's depth, if `num_hidden_layers` is the encoder's."""
 _ALL_LAYERS = ("num_hidden_layers", "encoder_layers", *_DECODER_LAYERS)
 
-SHORT, LONG = 2, 3
-"""Layers of models that tell how a deeper one grows."""
+SHORT = 2
+"""Layers of the model to extrapolate from."""
 LARGE = 1e9
-"""A generic model of so many parameters or more has the vocabulary of Llama 3."""
+"""Parameters from which on a generic model has the vocabulary of Llama 3."""
 ASPECT = 128
 """Width over depth of a generic model, as in Llama 3 8B (4096 / 32)."""
 
 
 @dataclass(eq=False)
 class ModelShape:
-    """A model that can be made with more or fewer layers."""
+    """A model of variable depth."""
 
     title: str
     config: PretrainedConfig
@@ -63,14 +63,13 @@ class ModelShape:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence, where that has a limit; of a model of speech, those of a transcript."""
+        """Tokens of the longest sequence, or for a model of speech the longest transcript; None without a limit."""
         return getattr(self.config, "max_target_positions", getattr(self.config, "max_position_embeddings", None))
 
     def with_layers(self, layers: int) -> ModelShape:
-        """Return the same shape, deeper or less deep, encoder and decoder alike."""
+        """Return the same shape with this depth, for encoder and decoder alike."""
         config = copy.deepcopy(self.config)
-        kinds = getattr(config, "layer_types", None)
-        if kinds:
+        if kinds := getattr(config, "layer_types", None):
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
         for name in _ALL_LAYERS:
             if hasattr(config, name):
@@ -78,13 +77,9 @@ class ModelShape:
         return ModelShape(self.title, config)
 
     def make_model(self, dtype: torch.dtype) -> nn.Module:
-        """Make it with random weights, on the device that is the default at that time.
-
-        Raises:
-            FP8BackendError: transformers cannot make it from its configuration.
-        """
+        """Build it with random weights on the default device. Raises `FP8BackendError` if transformers cannot."""
         config = copy.deepcopy(self.config)
-        for name in ("decoder_start_token_id", "pad_token_id"):  # a decoder's input is made of labels with them
+        for name in ("decoder_start_token_id", "pad_token_id"):  # a decoder derives its input from labels with them
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
         try:
@@ -94,12 +89,15 @@ class ModelShape:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a sample has a number of tokens that is to be chosen."""
+        """True if a sample has a number of tokens."""
         return _model_class(self.config).main_input_name != _IMAGES
 
     def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Make what the forward takes, all zeros: token ids [batch, sequence], images [batch, channels, height, width],
-        or the longest spectrograms [batch, mel bins, frames]; and labels."""
+        """Return the arguments of the forward, all zeros, with labels.
+
+        Token ids [batch, sequence], images [batch, channels, height, width], or the longest spectrograms [batch, mel
+        bins, frames].
+        """
         model_class, config = _model_class(self.config), self.config
         is_classifier = model_class.__name__.endswith("Classification")
         labels = torch.zeros((batch,) if is_classifier else (batch, sequence), dtype=torch.long)
@@ -110,17 +108,18 @@ class ModelShape:
         return {first: torch.zeros(batch, *shape), "labels": labels}
 
     def samples(self, batch: int, sequence: int) -> str:
-        """Say what a batch is."""
         first = _model_class(self.config).main_input_name
         if first == _IMAGES:
             return f"{counted(batch, 'image')} of {self._image[0]} x {self._image[1]} pixels"
         tokens = counted(sequence, "token")
         if first == _SPECTROGRAMS:
             return f"{counted(batch, 'spectrogram')} of {self._frames} frames with a transcript of {tokens}"
-        both = (
-            " for the encoder and as many for the decoder" if getattr(self.config, "is_encoder_decoder", False) else ""
-        )
+        both = " for the encoder and as many for the decoder" if self._is_encoder_decoder else ""
         return f"{counted(batch, 'sequence')} of {tokens}{both}"
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return getattr(self.config, "is_encoder_decoder", False)
 
     @property
     def _image(self) -> tuple[int, int]:
@@ -132,87 +131,88 @@ class ModelShape:
         return 2 * self.config.max_source_positions  # a convolution halves them before they get positions
 
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Return its repeated layers, if they are alike but for the first one: one list, or the encoder's and the
-        decoder's; else none."""
+        """Return the repeated layers (of encoder and decoder) if they are alike except the first, else []."""
         if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
             return []
-        parts = (
-            [model.get_encoder(), model.get_decoder()] if getattr(self.config, "is_encoder_decoder", False) else [model]
-        )
+        parts = [model.get_encoder(), model.get_decoder()] if self._is_encoder_decoder else [model]
         stacks = [self._blocks(part) for part in parts]
         return stacks if all(stacks) else []
 
     def _blocks(self, part: nn.Module) -> list[nn.Module]:
         lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
-        largest = max(lists, key=_elements, default=())
+        largest = max(lists, key=count_elements, default=())
         kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest[1:]}
         return list(largest) if len(kinds) <= 1 else []
 
     @functools.cached_property
     def grows_evenly(self) -> bool:
-        """Whether its layers are alike, so that a few of them tell of all."""
-        if self.layers <= LONG:
+        """True if its layers are alike, so that a few of them determine the costs of all."""
+        if self.layers <= SHORT + 1:
             return False
         with torch.device("meta"):
-            shapes = [self.with_layers(SHORT), self.with_layers(LONG), self]
+            shapes = [self.with_layers(SHORT), self.with_layers(SHORT + 1), self]
             models = [shape.make_model(torch.float32) for shape in shapes]
         if not all(map(ModelShape.stacks, shapes, models)):
             return False
-        short, long, whole = map(_elements, models)
+        short, long, whole = map(count_elements, models)
         return short < long and whole == short + (long - short) * (self.layers - SHORT)
 
     @functools.cached_property
     def parameters(self) -> int:
-        """How many the whole model has; tied ones once."""
+        """Number of parameters; tied ones count once."""
         with torch.device("meta"):
-            return _elements(self.make_model(torch.float32))
+            return count_elements(self.make_model(torch.float32))
+
+
+def count_elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def from_transformers(name: str | Path) -> ModelShape:
-    """Read a `config.json`, a folder that holds one, or a model of the local cache by its name. Nothing is fetched.
-
-    Raises:
-        FP8BackendError: there is none, or transformers cannot read it.
-    """
+    """Read a `config.json`, its folder, or a cached model, without network access. Raises `FP8BackendError`."""
     from transformers import AutoConfig
 
     is_file = os.path.exists(name)
     try:
         config = AutoConfig.from_pretrained(Path(name) if is_file else str(name), local_files_only=True)
-    except Exception as error:  # whatever the file makes of transformers
-        what = "not a configuration that transformers reads"
+    except Exception as error:  # transformers raises anything for a broken file
+        reason = "not a configuration that transformers reads"
         if not is_file:
-            what = (
+            reason = (
                 "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing "
                 "is fetched: download its config.json and name the file, or give --params"
             )
-        raise FP8BackendError(f"{shortened(str(name))}: {what} ({first_line(error)})") from error
+        raise FP8BackendError(f"{shortened(str(name))}: {reason} ({first_line(error)})") from error
     config.use_cache = False
     _model_class(config)
     return ModelShape(str(name), config)
 
 
 def from_parameters(count: float) -> ModelShape:
-    """Return a Llama of about so many parameters, 128 times as wide as deep, with a vocabulary of 128256 (32000 below a
-    billion) apart from the head. As in Llama 3 its MLP is 3.5 times as wide, with 8 heads of keys and values."""
+    """Return a Llama of about this many parameters, 128 times as wide as deep, with a separate head.
+
+    It has 128256 tokens (32000 below a billion parameters) and, as Llama 3, an MLP 3.5 times as wide and 8 heads of
+    keys and values.
+    """
     from transformers import LlamaConfig
 
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
-    nearest, sizes = math.inf, {}
-    for hidden in range(step, 32 * 1024, step):
+
+    def sized(hidden: int) -> tuple[float, dict[str, int]]:
+        """Return (distance from the wanted size and proportions, sizes) for a width."""
         mlp, heads = int(3.5 * hidden), hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
         key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
         per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
         layers = round((count - 2 * vocabulary * hidden) / per_layer)
         if layers < 1:
-            continue
+            return math.inf, {}
         parameters, proportion = layers * per_layer + 2 * vocabulary * hidden, hidden / layers / ASPECT
+        sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         # a percent of parameters weighs as much as a tenth of the proportions
-        distance = 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion)
-        if distance < nearest:
-            nearest = distance
-            sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-            sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+        return 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion), sizes
+
+    _, sizes = min(map(sized, range(step, 32 * 1024, step)), key=lambda candidate: candidate[0])
     if not sizes:
         raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
     plain = {"max_position_embeddings": 2**20, "tie_word_embeddings": False, "use_cache": False}
@@ -227,9 +227,9 @@ def from_parameters(count: float) -> ModelShape:
 
 def parse_count(text: str) -> float:
     """Read a number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything else."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     try:
-        count = float(found[1]) * _UNITS.get(found[2].upper(), 1)
+        count = float(match[1]) * _UNITS.get(match[2].upper(), 1)
     except (TypeError, ValueError):
         count = 0
     if not 1e5 <= count <= 1e15:
@@ -245,22 +245,24 @@ def readable_count(count: float) -> str:
     return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
 
 
-def _elements(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+_TABLES = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+)
+"""Tables of transformers from model types to classes."""
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """Return the class that the configuration names, or one of its type, that trains on tokens, images or spectrograms.
-
-    Raises:
-        FP8BackendError: there is none.
-    """
+    """Return a class for training, named by the configuration or of its type. Raises `FP8BackendError`."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     kind = getattr(config, "model_type", "?")
-    tables = reversed(_NAMES) if getattr(config, "is_encoder_decoder", False) else _NAMES
-    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in tables)]
+    tables = reversed(_TABLES) if getattr(config, "is_encoder_decoder", False) else _TABLES
+    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, table).get(kind) for table in tables)]
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
     for model_class in filter(None, classes):  # the first whose forward makes a loss of one input of known size
         first = getattr(model_class, "main_input_name", None)
@@ -273,13 +275,3 @@ def _model_class(config: PretrainedConfig) -> Any:
         f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
         "models (causal, masked, encoder-decoder, speech to text), and classifiers of texts or images"
     )
-
-
-_NAMES = (
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-)
-"""Tables of transformers from model types to classes."""

@@ -1,9 +1,9 @@
-"""One training step that computes nothing: which tensors it makes, how large they are and how long they live.
+"""Trace one training step without computing it: the tensors, their sizes and lifetimes.
 
-The model, its conversion, autograd and the optimizer are the real ones, run on PyTorch's fake tensors, which have a
-shape, a dtype and no memory. So a step of a model of any size is traced in seconds on any machine, and what is counted
-is what the code does: saved activations, autocast's copies, the FP8 codes between forward and backward, the loss head's
-FP32 logits. Not seen is what a kernel allocates for itself inside one operation.
+The model, its conversion, autograd and the optimizer are real, run on PyTorch's fake tensors, which have a shape, a
+dtype and no memory. A step of a model of any size takes seconds on any machine, and counts real code: saved
+activations, autocast's copies, FP8 codes between forward and backward, the loss head's FP32 logits. Allocations inside
+a kernel are not counted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from ...training import conversion, preparation
 from ...training.auditing import count_flops, inner_tensors, residual_of, stored_bytes
 from ...training.observed import WorkMeter
 from ...training.weight_products import find_weight_products
+from ...words import first_line
+from .model_shapes import count_elements
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
-"""What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
-products of one step. `activations`: everything else that a step makes, temporary results included."""
+"""Uses of memory. Products of one step create `copies` of weights in high precision (autocast's) and FP8 `codes`.
+`activations`: all other tensors of a step, including temporary results."""
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 _WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
@@ -57,11 +59,10 @@ _KERNELS = frozenset(
         cross_entropy,
     )
 )  # fmt: skip
-"""What one kernel does on a GPU, and a CPU part by part in its cache. Fake tensors take the reference in its place,
-whose FP32 copies between its operations exist nowhere else."""
+"""Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no kernel makes."""
 
 MOST_ANSWERS = 20_000
-"""Answers of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
+"""Limit of numbers read from tensors in one trace: more is a loop that waits for a value."""
 
 Bytes = dict[str, float]
 """Bytes of each part."""
@@ -74,10 +75,10 @@ class Storage(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the storages that live while it is active, by part; keeps the highest moment of each region.
+    """Count live storages by part, and keep the highest moment of each region of the step.
 
-    Fake tensors have no values. Numbers that the code reads from them (`item()`) are 1, and nothing is true: what is
-    asked is whether something is wrong, as a rejection sampler of initial weights does.
+    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way, as a
+    rejection sampler of initial weights does.
     """
 
     def __init__(self) -> None:
@@ -91,33 +92,31 @@ class MemoryTracker(TorchDispatchMode):
         self._answers = 0
 
     def enter(self, region: str) -> None:
-        """Count moments from now on in this region; one that is entered again goes on."""
         self.region = region
         self._note_peak()
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
-        """Note that what a tensor stores is of this part."""
+        """Assign the storages of a tensor to a part."""
         for inner in inner_tensors(tensor):
             key = inner.untyped_storage()._cdata
-            known = self._storages.get(key)
-            if known is None:
+            storage = self._storages.get(key)
+            if storage is None:
                 self._add(inner, part)
-            elif known.part != part:
-                self.live[known.part] -= known.size
-                self.live[part] += known.size
-                self._storages[key] = known._replace(part=part)
-
-    def assign_all(self, known: str, part: str) -> None:
-        """Note that whatever was taken for one part until now is of another."""
-        for key, storage in self._storages.items():
-            if storage.part == known:
+            elif storage.part != part:
+                self.live[storage.part] -= storage.size
+                self.live[part] += storage.size
                 self._storages[key] = storage._replace(part=part)
-        self.live[part] += self.live[known]
-        self.live[known] = 0
+
+    def assign_all(self, old: str, part: str) -> None:
+        for key, storage in self._storages.items():
+            if storage.part == old:
+                self._storages[key] = storage._replace(part=part)
+        self.live[part] += self.live[old]
+        self.live[old] = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _PLAIN_TYPES.issuperset(types):
-            return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
+            return NotImplemented  # a wrapper subclass dispatches to its inner tensors first
         if func is torch.ops.aten._local_scalar_dense.default:
             self._answers += 1
             if self._answers > MOST_ANSWERS:
@@ -127,7 +126,7 @@ class MemoryTracker(TorchDispatchMode):
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._grouped_mm.default:
-            # PyTorch multiplies for experts of fake tensors in bf16 alone, of real ones in every dtype
+            # PyTorch multiplies fake tensors of experts only in bf16, real ones in every dtype
             out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
         else:
             out = func(*args, **(kwargs or {}))
@@ -142,12 +141,12 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _are_weights(self, args, kwargs) -> bool:
-        """Tell whether the tensors among the arguments are weights, or copies of them."""
+        """Return True if the tensors among the arguments are weights, or copies of them."""
         parts = set()
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
-                known = self._storages.get(tensor.untyped_storage()._cdata)
-                parts.add(ACTIVATIONS if known is None else known.part)
+                storage = self._storages.get(tensor.untyped_storage()._cdata)
+                parts.add(ACTIVATIONS if storage is None else storage.part)
         return bool(parts) and parts <= _WEIGHT_PARTS and parts != {BUFFERS}
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
@@ -159,13 +158,13 @@ class MemoryTracker(TorchDispatchMode):
         self._note_peak()
 
     def _drop(self, key: int) -> None:
-        self._note_peak()  # with what a kernel has left behind
+        self._note_peak()  # counts a kernel's result
         gone = self._storages.pop(key)
         self.live[gone.part] -= gone.size
         self.total -= gone.size
 
     def _note_peak(self) -> None:
-        # what a kernel leaves behind is counted with the next tensor
+        # inside a kernel nothing counts: its result counts with the next tensor
         if self.total >= self.peak_totals.get(self.region, 0) and not _is_inside_kernel():
             self.peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
@@ -180,51 +179,27 @@ def _is_inside_kernel() -> bool:
 
 @dataclass
 class StepTrace:
-    """What one training step needs, in bytes, on one device that holds the whole model."""
+    """Bytes of one training step on one device that holds the whole model."""
 
-    resting: Bytes = field(default_factory=dict)
-    """What lives between two steps."""
-    gradients: float = 0
-    """Gradients of all parameters, when backward has ended."""
-    saved: Bytes = field(default_factory=dict)
-    """`copies`, `codes` and `activations` between forward and backward."""
-    peaks: dict[str, Bytes] = field(default_factory=dict)
-    """The highest moment of each region of the step."""
-    sizes: dict[str, float] = field(default_factory=dict)
+    resting: Bytes
+    """Live between two steps."""
+    sizes: dict[str, float]
     """Elements, bytes and FLOPs of the model: see `_sizes`."""
-
-    def numbers(self) -> dict[tuple[str, ...], float]:
-        """Return the same as one flat table."""
-        found = {("gradients",): self.gradients}
-        for name in ("resting", "saved", "sizes"):
-            found |= {(name, key): value for key, value in getattr(self, name).items()}
-        for region, parts in self.peaks.items():
-            found |= {("peaks", region, part): value for part, value in parts.items()}
-        return found
-
-    @classmethod
-    def from_numbers(cls, numbers: dict[tuple[str, ...], float]) -> StepTrace:
-        trace = cls(gradients=numbers[("gradients",)])
-        for (name, *keys), value in numbers.items():
-            if name == "peaks":
-                trace.peaks.setdefault(keys[0], {})[keys[1]] = value
-            elif keys:
-                getattr(trace, name)[keys[0]] = value
-        return trace
+    saved: Bytes = field(default_factory=dict)
+    """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
+    peaks: dict[str, Bytes] = field(default_factory=dict)
+    """Highest moment of each region of the step."""
 
 
 @dataclass(kw_only=True)
 class StepSettings:
-    """How the step that is traced trains."""
-
     recipe: Recipe | None
-    """None: no FP8. TransformerEngine, which runs on GPUs only, is traced as its native equivalent."""
+    """None: no FP8. TransformerEngine, which runs only on GPUs, is traced as its native equivalent."""
     autocast: torch.dtype | None = torch.bfloat16
-    """The dtype of products that are not in FP8; None: that of the weights."""
+    """Dtype of products outside FP8; None: that of the weights."""
     checkpointing: bool = False
-    """Activation checkpointing of each block."""
     releases: Literal["all", "scaled", "none"] = "none"
-    """Which gradients are dropped inside backward; under DDP those of scaled weights alone."""
+    """Gradients to drop inside backward; under DDP only those of scaled weights."""
 
 
 def trace_step(
@@ -233,22 +208,22 @@ def trace_step(
     settings: StepSettings,
     find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
-    """Trace a training step of AdamW, not the first one, which makes the optimizer's states.
+    """Trace a training step of AdamW with its states in place.
 
     Args:
-        make_model: makes the model, whose forward takes the batch and returns a loss, alone or first among others;
-            called with fake tensors on.
-        make_batch: the arguments of its forward.
-        find_stacks: the blocks that repeat in depth, in lists as they run (an encoder's, a decoder's), for the regions
+        make_model: makes the model under fake tensors. Its forward takes the batch and returns a loss, or a tuple that
+            begins with it.
+        make_batch: makes the arguments of its forward.
+        find_stacks: lists the blocks that repeat in depth, in their order (an encoder's, a decoder's), for the regions
             of the trace.
 
     Raises:
-        FP8BackendError: the model's code depends on values, which fake tensors do not have; or its step fails.
+        FP8BackendError: the model's code depends on values, or its step fails.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
             model = make_model().train()
-            fake.fake_tensor_converter.tensor_memo.clear()  # weak references keep a weight from being stored anew
+            fake.fake_tensor_converter.tensor_memo.clear()  # its weak references prevent replacing a weight
             with _attending_without_padding(model):
                 return _Step(model, settings, tracker).trace(make_batch, find_stacks)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -259,21 +234,21 @@ def trace_step(
     except FP8BackendError:
         raise
     except Exception as error:  # the model's own code may raise anything
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {first_line}") from error
+        raise FP8BackendError(
+            f"a training step of this model fails: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 UNPADDED = "sdpa_without_padding"
-"""A name for transformers' own attention by `scaled_dot_product_attention`, and for its masks of batches that are known
-to have no padding."""
+"""Name of transformers' own `scaled_dot_product_attention`, with masks for batches without padding."""
 
 
 @contextlib.contextmanager
 def _attending_without_padding(model: nn.Module) -> Iterator[None]:
-    """Inside, causal language models of transformers make the masks of a batch without padding: mostly none.
+    """Let causal language models of transformers mask a batch without padding: mostly with no mask.
 
-    Of fake tensors they would make one in any case, which holds the square of the sequence, and for which keys and
-    values of grouped queries are repeated: they cannot look whether several sequences are packed into one.
+    For fake tensors they always create one, because they cannot see packed sequences in them. It holds the square of
+    the sequence, and repeats keys and values of grouped queries.
     """
     changed = []
     if "transformers" in sys.modules:
@@ -296,12 +271,7 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
 
 
 def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
-    """Return the recipe to trace: for one of TransformerEngine the native recipe with the same codes, for the layers
-    that TransformerEngine would take.
-
-    Raises:
-        FP8BackendError: there are no such layers, with the reasons.
-    """
+    """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
     expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
     if not expected.converted and recipe.on_unproven == "raise":
         reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
@@ -309,9 +279,8 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     if recipe.compute != "te":
         return recipe
     chosen = set(expected.converted)
-    backend = recipe.name.replace("te:", "native:", 1)
     return FP8RecipeKwargs(
-        backend=backend,
+        backend=recipe.name.replace("te:", "native:", 1),
         module_filter_func=lambda module, name: name in chosen,
         on_unproven=recipe.on_unproven,
         saved_activations=recipe.saved_activations,
@@ -319,8 +288,6 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
 
 
 class _Step:
-    """A prepared model with its optimizer, inside a tracker."""
-
     def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
         self.model, self.settings, self.tracker = model, settings, tracker
         if settings.checkpointing:
@@ -330,14 +297,14 @@ class _Step:
             recipe = _traced_recipe(model, settings.recipe)
             preparation.prepare_model(model, recipe)
             preparation.convert_optimizer(self.optimizer, recipe)
-        if settings.autocast is not None:  # as Accelerate does it: autocast around the forward, outputs in FP32
+        if settings.autocast is not None:  # as Accelerate does: autocast around the forward, outputs in FP32
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
         self.plain_gradients = 0
-        """Bytes of the gradients that are not in scaled precision."""
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._after_gradient)
+        """Bytes of the gradients outside scaled precision."""
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
         self.tracker.assign(parameter.grad, GRADIENTS)
@@ -348,18 +315,7 @@ class _Step:
 
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
-        self._assign_parts()
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if isinstance(self.optimizer, ScaledStates):
-            for parameter in trained:
-                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
-        else:
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._assign_parts()  # those of the states too
-        tracker.assign_all(ACTIVATIONS, BUFFERS)  # notes of layers: nothing was activated yet
+        self._create_states()
         stacks = find_stacks(self.model)
         regions = _Regions(tracker, stacks)
         tracker.peaks.clear()
@@ -372,12 +328,12 @@ class _Step:
         outputs = self.model(**batch)
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
         del batch, outputs
-        regions.turn()
+        regions.goes_back = True
+        tracker.enter("backward of the head")
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
         meter.detach()
-        roots = conversion.prepared_roots(self.model)
-        if roots:
+        if roots := conversion.prepared_roots(self.model):
             _, root, prepared = roots[0]
             measures = count_flops(root, prepared, None, meter.work)
             needed, in_fp8 = measures.needed, measures.in_fp8
@@ -385,22 +341,35 @@ class _Step:
             needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
         trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
         del loss
-        trace.gradients = tracker.live[GRADIENTS]
+        trace.saved[GRADIENTS] = tracker.live[GRADIENTS]
         trace.sizes["plain_gradients"] = self.plain_gradients
         tracker.enter("step")
-        # an optimizer that rounds what it stores has a kernel that makes no copies; its eager code would make some here
+        # the kernel of ScaledStates makes no copies, but its eager code would here
         if not isinstance(self.optimizer, ScaledStates):
             self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
 
+    def _create_states(self) -> None:
+        """Create the optimizer's states, and assign everything so far to its part."""
+        self._assign_parts()
+        if isinstance(self.optimizer, ScaledStates):
+            for parameter in self.trained:
+                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
+        else:
+            for parameter in self.trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._assign_parts()
+        self.tracker.assign_all(ACTIVATIONS, BUFFERS)  # before the first forward, these are records of layers
+
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():
             self.tracker.assign(parameter, WEIGHTS)
-            if getattr(parameter, "master", None) is not None:
-                self.tracker.assign(parameter.master, MASTER)
-            if (residual := residual_of(parameter)) is not None:
-                self.tracker.assign(residual, MASTER)
+            for exact in (getattr(parameter, "master", None), residual_of(parameter)):
+                if exact is not None:
+                    self.tracker.assign(exact, MASTER)
         for buffer in self.model.buffers():
             self.tracker.assign(buffer, BUFFERS)
         for state in self.optimizer.state.values():
@@ -410,10 +379,10 @@ class _Step:
 
 
 class _Regions:
-    """Tells the tracker where the step is: before, in or behind the blocks, and whether it goes back.
+    """Tell the tracker the region of the step: before, in or behind the blocks, forward or backward.
 
-    Of the blocks of a stack the first and the last have regions of their own: what lives while a step passes a block
-    grows or falls evenly from one block to the next, so the highest moment is at one of the ends.
+    The first and the last block of a stack have their own regions: live bytes grow or fall evenly from block to block,
+    so the highest moment is at one of the ends.
     """
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
@@ -435,13 +404,8 @@ class _Regions:
         )
         blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
 
-    def turn(self) -> None:
-        """Note that the forward has ended."""
-        self.goes_back = True
-        self.tracker.enter("backward of the head")
-
     def _enter(self, region: str) -> None:
-        if not self.goes_back:  # a block that is recomputed
+        if not self.goes_back:  # else checkpointing recomputes the block
             self.tracker.enter(region)
 
     def _enter_in_backward(self, values: object, region: str) -> None:
@@ -452,35 +416,31 @@ class _Regions:
 
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
-    """Return what sharding and communication depend on.
+    """Return the sizes for sharding and communication.
 
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
-    `converted` (in FP8 products), `scaling_states` (agreed on between ranks), `block` and `block_scaled` (of the
-    largest block), `outside` (the blocks). In bytes: `scaled_states` (moments of scaled weights).
+    `converted` (in FP8 products), `scaling_states` (reduced over ranks), `block` and `block_scaled` (of the largest
+    block), `outside` (the blocks). In bytes: `scaled_states` (moments of scaled weights).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
-    named = [each for p in scaled for each in optimizer.state[p].items()]
+    named = [item for p in scaled for item in optimizer.state[p].items()]
     states = [value for name, value in named if isinstance(value, torch.Tensor) and "master" not in name]
-    block = max(blocks, key=_elements, default=model)
+    block = max(blocks, key=count_elements, default=model)
     sizes = {
-        "parameters": _elements(model),
+        "parameters": count_elements(model),
         "trained": sum(p.numel() for p in trained),
         "scaled": sum(p.numel() for p in scaled),
         "largest_scaled": max((p.numel() for p in scaled), default=0),
         "scaled_states": sum(map(stored_bytes, states)),
         "converted": 0,
         "scaling_states": 0,
-        "block": _elements(block),
+        "block": count_elements(block),
         "block_scaled": sum(p.numel() for p in block.parameters() if isinstance(p, ScaledTensor)),
-        "outside": _elements(model) - sum(map(_elements, blocks)),
+        "outside": count_elements(model) - sum(map(count_elements, blocks)),
     }
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in prepared.compute.converted_layers(root).values():
             sizes["converted"] += layer.weight.numel()
         sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
     return sizes
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,11 +1,11 @@
-"""Tests whether FP8 really trains here: a small training step of each backend beside a plain one, in another process.
+"""Test FP8 training here: one small step of each backend and a plain one, in another process.
 
-The plain step is in bf16, or on a CPU without bf16 products in FP32, and so is what surrounds FP8. A test of a backend
-proves four things: every converted layer made all three products in FP8 (`audit`), the loss and all gradients are those
-of the plain step up to FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and
-states take the bytes that the recipe promises. A backend that crashes or hangs ends the process, not the doctor.
+The plain step, and everything around FP8, is in bf16, or in FP32 on a CPU without bf16 products. A test proves four
+things: every converted layer made all three products in FP8 (`audit`), loss and gradients match the plain step up to
+FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and states have the planned bytes. A
+backend that crashes or hangs ends this process, not the doctor.
 
-    python -m fp8_backends.cli.doctor.self_test native:dynamic msamp:O2
+    python -m fp8_backends.cli.self_test native:dynamic msamp:O2
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...compute import hardware
-from ...numerics.scaled_tensor import ScaledTensor
-from ...recipes.handlers import Recipe, resolve
-from ...recipes.precision_plan import plan
-from ...states.levels import scale_bytes_per_element
-from ...training.auditing import Audit, audit, incomplete_layers
-from ...training.preparation import prepare
+from ..compute import hardware
+from ..numerics.scaled_tensor import ScaledTensor
+from ..recipes.handlers import Recipe, resolve
+from ..recipes.precision_plan import plan
+from ..states.levels import scale_bytes_per_element
+from ..training.auditing import Audit, audit, incomplete_layers
+from ..training.preparation import prepare
+from ..words import first_line
 
 LOSS_BOUND = 0.05
 GRADIENT_BOUND = 0.25
 """Relative errors against the plain step, the gradient's in L2. Rounding to E4M3 is an error of 0.026, to E5M2 of
-0.052, so a forward product errs by 0.037 and a backward one by 0.058; through the three layers here a gradient errs by
+0.052, so a forward product errs by 0.037 and a backward one by 0.058. Through the three layers here a gradient errs by
 0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
 by 1."""
 BYTES_BOUND = 0.02
-"""Bytes that an element may have more than the plan says and the scales of blocks take: one scale a tensor."""
+"""Bytes of an element beyond the plan and the scales of blocks, for one scale a tensor."""
 
 STARTS_WITHIN = 90.0
-"""Seconds for the process to import what it needs."""
+"""Seconds for the process to import its libraries."""
 ENDS_WITHIN = 45.0
-"""Seconds for one test, which takes less than one where nothing is compiled or loaded for it."""
+"""Seconds for one test, usually less than one."""
 
 _WIDTH, _TOKENS, _LAYERS = 64, 64, 3
 _MARK = "fp8_backends self-test: "
@@ -56,27 +57,24 @@ _MARK = "fp8_backends self-test: "
 
 @dataclass
 class SelfTest:
-    """What one test found."""
-
     backend: str
     proven: bool
     reason: str
-    """Why it is not proven; empty where it is."""
+    """Reason why it is not proven, or ""."""
     precision: str = ""
-    """The precision of the plain step and of what surrounds FP8: "bf16" or "fp32"."""
+    """Precision of the plain step and around FP8: "bf16" or "fp32"."""
     loss_error: float | None = None
     """|loss - plain loss| / |plain loss|."""
     gradient_error: float | None = None
-    """The largest over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
+    """Maximum over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
     products: int = 0
-    """FP8 products that were counted."""
     engine: str = ""
     bytes_per_element: float | None = None
     seconds: float = 0.0
 
 
 def run(backends: Sequence[str]) -> list[SelfTest]:
-    """Test each backend, one after the other, in a process of its own; in a new one after it ended or hung."""
+    """Test the backends in another process, and in a new one after a backend ended or hung it."""
     results: list[SelfTest] = []
     while len(results) < len(backends):
         results += _run_in_process(list(backends[len(results) :]))
@@ -84,7 +82,7 @@ def run(backends: Sequence[str]) -> list[SelfTest]:
 
 
 def _run_in_process(backends: list[str]) -> list[SelfTest]:
-    """Return the results up to the first test that the process did not survive; at least one."""
+    """Return the results up to the first test that ends the process; at least one."""
     command = [sys.executable, "-m", __name__, *backends]
     results, reasons, limit = [], [], STARTS_WITHIN
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -92,7 +90,7 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), start_new_session=True
         )
 
-        def kill(*late: str) -> None:  # with what it may have started, in its own session
+        def kill(*late: str) -> None:  # with its children, in its own session
             reasons.extend(late)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +104,7 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
                 if line is None:
                     code = process.wait()
                     errors.seek(0)
-                    # a library that was interrupted may end with nanobind's list of what it leaked
+                    # an interrupted library may end with nanobind's list of leaks
                     lines = itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors)
                     last_line = ([line.strip() for line in lines if line.strip()] or ["no message"])[-1]
                     how = f"code {code}: {last_line}" if code >= 0 else signal.Signals(-code).name
@@ -122,10 +120,10 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without what would make the test a rank or ask for FP8 by itself."""
+    """Return the environment without variables that make the test a rank or turn FP8 on."""
     dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), kept.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))))
     return kept | {"PYTHONPATH": path, "FP8_BACKENDS_DISABLE": "1"}
 
 
@@ -144,9 +142,8 @@ def test(backend: str) -> SelfTest:
     start = time.perf_counter()
     try:
         result = _test(backend)
-    except Exception as error:  # whatever a library raises is what there is to say of it
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        result = SelfTest(backend, False, f"{type(error).__name__}: {first_line}")
+    except Exception as error:  # a library may raise anything
+        result = SelfTest(backend, False, f"{type(error).__name__}: {first_line(error)}")
     result.seconds = time.perf_counter() - start
     return result
 
@@ -161,7 +158,7 @@ def _test(backend: str) -> SelfTest:
     loss, gradients = _backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
-    found = audit(model, optimizer)
+    report = audit(model, optimizer)
     pairs = zip(gradients, expected_gradients, strict=True)
     result = SelfTest(
         backend,
@@ -169,30 +166,27 @@ def _test(backend: str) -> SelfTest:
         "",
         precision=hardware.fast_precision(_device()),
         loss_error=abs(loss - expected_loss) / abs(expected_loss),
-        gradient_error=max(((mine - plain).norm() / plain.norm()).item() for mine, plain in pairs),
-        products=sum(sum(counts.values()) for counts in found.products.values()),
-        engine=", ".join(sorted(set(found.engine.values()))),
-        bytes_per_element=found.bytes_per_element["total"],
+        gradient_error=max(((fp8 - plain).norm() / plain.norm()).item() for fp8, plain in pairs),
+        products=sum(sum(counts.values()) for counts in report.products.values()),
+        engine=", ".join(sorted(set(report.engine.values()))),
+        bytes_per_element=report.bytes_per_element["total"],
     )
-    faults = list(_faults(result, found, recipe))
+    faults = list(_faults(result, report, recipe))
     if not all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)):
         faults.append("a weight did not move in the optimizer's step")
     result.proven, result.reason = not faults, "; ".join(faults)
     return result
 
 
-def _faults(result: SelfTest, found: Audit, recipe: Recipe) -> Iterator[str]:
-    """Say what speaks against the proof."""
-    for name, missing in incomplete_layers(found, recipe).items():
+def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
+    for name, missing in incomplete_layers(report, recipe).items():
         yield f"layer {name} made no {' '.join(missing)} in FP8"
-    if len(found.products) != _LAYERS:
-        yield f"{len(found.products)} of {_LAYERS} layers were converted"
-    for what, error, bound in (
-        ("loss", result.loss_error, LOSS_BOUND),
-        ("gradient", result.gradient_error, GRADIENT_BOUND),
-    ):
+    if len(report.products) != _LAYERS:
+        yield f"{len(report.products)} of {_LAYERS} layers were converted"
+    bounds = (("loss", result.loss_error, LOSS_BOUND), ("gradient", result.gradient_error, GRADIENT_BOUND))
+    for quantity, error, bound in bounds:
         if not error <= bound:  # NaN too
-            yield f"{what} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
+            yield f"{quantity} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
     promised = plan(recipe).bytes_per_element + scale_bytes_per_element(recipe)
     if not abs(result.bytes_per_element - promised) <= BYTES_BOUND:
         yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
@@ -210,10 +204,10 @@ def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _backward(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
-    """Return (loss, the gradients of all parameters as plain values) of one fixed batch, in the fast precision."""
+    """Return (loss, plain gradients of all parameters) of one fixed batch, in the fast precision."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(_device()) for _ in range(2))
-    inputs.requires_grad_()  # so that the first layer has a gradient to hand on, too
+    inputs.requires_grad_()  # so that the first layer makes its dgrad
     with hardware.fast_autocast(_device()):
         loss = (model(inputs).float() - targets).square().mean()
     loss.backward()

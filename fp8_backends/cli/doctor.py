@@ -1,11 +1,10 @@
-"""`fp8-backends doctor`: what can run on this machine, whether it does, and what to do about the rest."""
+"""`fp8-backends doctor`: list the backends that run on this machine, test them, and fix the others."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,22 +15,22 @@ from typing import Any
 
 import torch
 
-from ... import __version__
-from ...compute import chips, hardware, registry
-from ...compute.te.backend import REINSTALL
-from ...errors import FP8BackendError
-from ...words import share
-from ..terminal import paragraphs, table
+from .. import __version__
+from ..compute import chips, hardware, registry
+from ..compute.te.backend import REINSTALL
+from ..errors import FP8BackendError
+from ..words import share
 from . import self_test
+from .terminal import paragraphs, table
 
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
-"""Libraries beside `hardware.LIBRARIES` whose versions matter where they are installed."""
+"""Optional libraries to list besides `hardware.LIBRARIES`."""
 LEVELS = ("O1", "O2", "O3", "O4")
 TE_TIME_LIMIT = 120.0
-"""Seconds for importing TransformerEngine. It takes 3 to 20, and some minutes from a cold network disk."""
+"""Seconds for importing TransformerEngine, usually 3 to 20, or minutes from a cold network disk."""
 
 Lines = Iterator[tuple[str, str]]
-"""Labels and texts."""
+"""(label, text) of each line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,33 +48,33 @@ def run(args: argparse.Namespace) -> int:
     if args.chip is not None:
         product = chips.product_named(args.chip)
         advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())._asdict()
-        found = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
-        sections = paragraphs([_advice(found["advice"]), *_chip(found["chip"])])
-        print(json.dumps(found, indent=1) if args.json else sections)
+        report = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
+        print(json.dumps(report, indent=1) if args.json else paragraphs([_advice(advice), *_chip(report["chip"])]))
         return 0
     if args.json:
-        every_chip = {"chips": [chips.described(chip) for chip in chips.CHIPS]}
-        print(json.dumps(diagnosis(not args.no_test) | every_chip, indent=1))
+        every_chip = [chips.described(chip) for chip in chips.CHIPS]
+        print(json.dumps({**diagnosis(not args.no_test), "chips": every_chip}, indent=1))
     elif args.chips:
         notes = [(f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()]
-        below = paragraphs([*(("", each) for each in chips.legend()), *notes], label_width=4)
-        print(f"{table(chips.rows(), justify='left')}\n\n{below}")
+        legend = paragraphs([*(("", line) for line in chips.legend()), *notes], label_width=4)
+        print(f"{table(chips.rows(), justify='left')}\n\n{legend}")
     else:
-        found = diagnosis(not args.no_test)
-        parts = (_machine(found), _backends(found["backends"]), _tests(found["tests"]), _chip(found["chip"]))
+        report = diagnosis(not args.no_test)
+        parts = (_machine(report), _backends(report["backends"]), _tests(report["tests"]), _chip(report["chip"]))
         print("\n\n".join(map(paragraphs, parts)))
     return 0
 
 
 def diagnosis(tests: bool = True) -> dict[str, Any]:
-    """Return devices, versions, backends, what their tests found, this chip's products and the precision that is
-    recommended, as plain values."""
+    """Return devices, versions, backends, test results, this chip's products and the recommended precision."""
     described = hardware.describe()
-    own = {"fp8-backends": __version__, "python": platform.python_version()}
-    own |= {"CUDA of torch": torch.version.cuda} if torch.version.cuda else {}
-    own |= {"ROCm of torch": torch.version.hip} if torch.version.hip else {}
-    more = {name: version for name in LIBRARIES if (version := hardware.version(name)) is not None}
-    versions = {**own, **described.pop("versions"), **more}
+    optional = {"CUDA of torch": torch.version.cuda, "ROCm of torch": torch.version.hip}
+    versions = {
+        **{"fp8-backends": __version__, "python": platform.python_version()},
+        **{name: version for name, version in optional.items() if version},
+        **described.pop("versions"),
+        **{name: version for name in LIBRARIES if (version := hardware.version(name)) is not None},
+    }
     backends = {}
     for name, availability in registry.available_backends().items():
         try:
@@ -96,33 +95,26 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Describe every GPU that this process may use (`CUDA_VISIBLE_DEVICES`)."""
     devices = []
     for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        chip = properties.gcnArchName if torch.version.hip else f"{properties.major}.{properties.minor}"
-        fp8 = hardware.gpu_chip(index).fp8
-        memory = properties.total_memory
-        devices.append({"name": properties.name, "chip": chip, "memory_bytes": memory, "fp8_products": fp8})
+        gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8
+        chip = gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}"
+        devices.append({"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8})
     return devices
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
+    """Return the version of NVIDIA's driver, if there is one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    words = done.stdout.split()
-    return words[0] if done.returncode == 0 and words else None
+    return next(iter(output.split()), None)
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
-    """Import a TransformerEngine that looks usable in a new process, since the import may hang or crash, and report the
-    last line of its error."""
+    """Import a TransformerEngine that looks usable in a new process, since the import may hang or crash."""
     if not backends.get("te", {}).get("can_run"):
         return
     command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
@@ -138,25 +130,22 @@ def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
 
 
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
-    """List every rule of every backend that can run here and that this chip does not refuse, and the levels."""
+    """List the rules of backends that can run here and that this chip does not refuse, and the levels."""
     chip, cuda, names = hardware.chip(), hardware.cuda_release(), []
     for name, backend in backends.items():
         if not backend["can_run"] or not backend["scalings"]:
             continue
-        for scaling in backend["scalings"]:
-            cell = chips.cell_of(f"{name}:{scaling}", chip)
+        for rule in (f"{name}:{scaling}" for scaling in backend["scalings"]):
+            cell = chips.cell_of(rule, chip)
             if cell is None or cell.state_with(cuda) != chips.REFUSED:
-                names.append(f"{name}:{scaling}")
+                names.append(rule)
         prefix = "" if name == "native" else f"{name}+"
         names += [f"{prefix}msamp:{level}" for level in LEVELS if level in registry.get_compute(name).levels]
     return names
 
 
-# As text
-
-
-def _machine(found: dict[str, Any]) -> Lines:
-    machine = found["hardware"]
+def _machine(report: dict[str, Any]) -> Lines:
+    machine = report["hardware"]
     if not machine["devices"]:
         fast = "with bf16 products" if machine["cpu_bf16"] else "without fast bf16 products: FP32 runs around FP8"
         yield "device", f"{machine['device']}, {fast}; no GPU is visible"
@@ -169,9 +158,9 @@ def _machine(found: dict[str, Any]) -> Lines:
         yield "", "they differ, and train together: the least of them decides"
     if machine["driver"]:
         yield "driver", machine["driver"]
-    yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
-    yield _advice(found["advice"])
-    yield "auto", f"means {found['auto']['backend']} here: {found['auto']['reason']}"
+    yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in report["versions"].items())
+    yield _advice(report["advice"])
+    yield "auto", f"means {report['auto']['backend']} here: {report['auto']['reason']}"
 
 
 def _advice(advice: dict[str, str]) -> tuple[str, str]:
@@ -191,7 +180,7 @@ def _backends(backends: dict[str, dict[str, Any]]) -> Lines:
 
 
 def _tests(tests: list[dict[str, Any]] | None) -> Lines:
-    """Say what was proven, and what was not and why."""
+    """List the proven backends, and the others with their reasons."""
     if tests is None:
         yield "tests", "left out (--no-test): nothing here is proven"
         return
@@ -199,23 +188,21 @@ def _tests(tests: list[dict[str, Any]] | None) -> Lines:
     yield "proven", ", ".join(test["backend"] for test in proven) or "none"
     if proven:
         error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
-        yield (
-            "",
-            f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {share(error)} of "
-            f"{proven[0]['precision']}'s, bytes as planned, weights moved)",
-        )
+        bound = f"gradients within {share(error)} of {proven[0]['precision']}'s"
+        facts = f"every product in FP8, {bound}, bytes as planned, weights moved"
+        yield "", f"(a training step each, {seconds:.1f} s in all: {facts})"
     yield from (("unproven", f"{test['backend']}: {test['reason']}") for test in tests if not test["proven"])
 
 
 def _chip(chip: dict[str, Any]) -> Lines:
-    """Say what each backend does on this chip; those with the same to say share a line."""
+    """List the products of the backends on this chip, in one line for equal ones."""
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for each in chip["products"]:
-        alike.setdefault((each["state"], each["reason"], each["install"]), []).extend(each["backends"])
+    for row in chip["products"]:
+        alike.setdefault((row["state"], row["reason"], row["install"]), []).extend(row["backends"])
     yield "chip", f"{chip['title']} ({chip['examples']}); all chips: fp8-backends doctor --chips"
     order = list(chips.MEANING)
     for (state, reason, install), backends in sorted(alike.items(), key=lambda item: order.index(item[0][0])):
         text = ", ".join(backends) + (f": {reason}" if reason else "")
         yield state, text + (f"; install {install}" if state == chips.FP8 and install != "nothing" else "")
-    for state in dict.fromkeys(each["state"] for each in chip["products"]):
+    for state in dict.fromkeys(row["state"] for row in chip["products"]):
         yield "", f"({state}: {chips.MEANING[state]})"

@@ -1,33 +1,36 @@
-"""`fp8-backends monitor`: which layers lose most by FP8, from the file of a training with `monitor_every`."""
+"""`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with `monitor_every`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...errors import FP8BackendError
-from ...training.watching.monitor import NAMES, NOT_FINITE, NOTABLE, is_finite, summary, tensors_of
-from ...words import counted, listed, share, shortened
-from .. import page
-from ..page import aside, bullets, signed
-from ..terminal import Verdict, paragraphs, table
-from .samples import CAST_COLUMNS, FORMATS, STORED_COLUMNS, Samples, Tensor, cells, lost_db, read_samples
+from ..errors import FP8BackendError
+from ..numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
+from ..training.watching.monitor import NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
+from ..words import counted, listed, share, shortened
+from . import page
+from .page import aside, bullets, signed
+from .terminal import Verdict, paragraphs, table
 
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
-"""Decibels below the format's usual SQNR from which on a tensor is named: its error has twice the energy."""
+"""Name a tensor this many decibels below the format's usual SQNR: its error has twice the energy."""
 _NAMED = NOTABLE | {
     f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (
         (lost_db(entry) or 0.0) > MUCH_LOST_DB
     )
 }
 _CURVES, _HISTOGRAMS, _ROWS = 7, 9, 20
-"""How many tensors a chart has lines for, how many histograms there are, and rows of a table that is not opened."""
+"""Lines of a chart, histograms, and rows of a folded table."""
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -55,10 +58,165 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass
+class Tensor:
+    layer: str
+    name: str
+    """`input`, `weight`, `grad_output`, or a stored state of a level."""
+    steps: list[int] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer or '(root)'} {self.name}"
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.entries[-1]
+
+    @property
+    def is_stored(self) -> bool:
+        return self.name in STORED
+
+    @property
+    def shares(self) -> list[float]:
+        """Shares of the last sample: zeros and maxima of a stored state, saturated and flushed values of a cast."""
+        return [self.last[key] for key in _SHARES[self.is_stored]]
+
+    @property
+    def most_lost(self) -> tuple[float, int]:
+        """The largest `lost_db` of all samples, and its step."""
+        lost = zip(map(lost_db, self.entries), self.steps, strict=True)
+        return max(((decibels, step) for decibels, step in lost if decibels is not None), default=(0.0, 0))
+
+    @property
+    def badness(self) -> tuple:
+        """Sort key by the loss in the last sample; values that are not finite are the worst."""
+        if not is_finite(self.last):
+            return (True,)
+        return (False, sum(self.shares)) if self.is_stored else (False, lost_db(self.last) or 0.0, *self.shares)
+
+
+_SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
+"""Keys of an entry, by `is_stored`."""
+
+
+def lost_db(entry: dict[str, Any]) -> float | None:
+    """Return the decibels by which a cast's error exceeds the format's usual one; None without an error in dB."""
+    sqnr = entry.get("sqnr_db")
+    return None if sqnr is None else usual_db(entry["format"]) - sqnr
+
+
+def usual_db(fmt: str) -> float:
+    """Return the SQNR of normally distributed values in the normal range: E4M3 31.6 dB, E5M2 25.5 dB, 6 dB a bit."""
+    return 13.5 + 6.02 * FORMATS[fmt].mantissa_bits
+
+
+@dataclass
+class Samples:
+    path: Path
+    records: list[dict[str, Any]]
+    """In the order of their steps; the later record of a step trained again after a resume."""
+    unreadable: int
+    """Lines that are no records, such as one cut short by a power failure."""
+    tensors: list[Tensor]
+    """Casts, then stored states, each with the worst of the last sample first."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.records[-1]
+
+    @property
+    def title(self) -> list[str]:
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
+        return [self.last["recipe"], counted(len(self.records), "sample"), steps]
+
+    @property
+    def not_finite(self) -> dict[int, list[str]]:
+        """Tensors with an inf or a NaN by step, the likely origin first."""
+        by_step = {r["step"]: [label for label, _, e in tensors_of(r) if not is_finite(e)] for r in self.records}
+        return {step: labels for step, labels in by_step.items() if labels}
+
+    @property
+    def casts(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if not tensor.is_stored]
+
+    @property
+    def stored(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if tensor.is_stored]
+
+
+def read_samples(path: str | Path) -> Samples:
+    """Read a file of `monitor_every`, also while it grows. Raises `FP8BackendError` without a file or sample."""
+    path, by_step, unreadable = Path(path), {}, 0
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
+            raise ValueError("it is no file")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FP8BackendError(
+            f"{shortened(str(path))} cannot be read ({reason}): name the file of a training with monitor_every"
+        ) from None
+    for line in filter(str.strip, lines):
+        if (record := _record(line)) is None:
+            unreadable += 1
+        else:
+            by_step[record["step"]] = record
+    if not by_step:
+        name = shortened(str(path))
+        raise FP8BackendError(f"{name} holds no sample yet: a training with monitor_every=N adds one every N steps")
+    records = [by_step[step] for step in sorted(by_step)]
+    by_name: dict[tuple[str, str], Tensor] = {}
+    for record in records:
+        for layer, tensors in record["tensors"].items():
+            for name, entry in tensors.items():
+                tensor = by_name.setdefault((layer, name), Tensor(layer, name))
+                tensor.steps.append(record["step"])
+                tensor.entries.append(entry)
+    worst_first = sorted(by_name.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True)
+    return Samples(path, records, unreadable, worst_first)
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """Return the record on a line; None for anything that no monitor wrote, so that later code need not check."""
+    try:
+        record = json.loads(line)
+        tensors = [item for tensors in record["tensors"].values() for item in tensors.items()]
+        texts = [record["recipe"], record["casts"], *record["not_seen"], *record["tensors"], *dict(tensors)]
+        is_record = (
+            type(record["step"]) is int
+            and 0 <= record["step"] < 1e300
+            and isinstance(record["not_seen"], list)
+            and all(text.isprintable() for text in texts)
+            and all(_is_entry(name, entry) for name, entry in tensors)
+        )
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    return record if is_record else None
+
+
+def _is_entry(name: str, entry: dict[str, Any]) -> bool:
+    scales = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
+    numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in STORED]), entry.get("sqnr_db")]
+    (first, last), binades = entry["exponents"], entry["binades"]
+    return (
+        entry["format"] in FORMATS
+        and (name in STORED or "sqnr_db" in entry)
+        and len(scales) == 2
+        and all(number is None or abs(number) < 1e300 for number in numbers)
+        and all(count >= 0 for count in binades)
+        and len(binades) == (last - first + 1 if any(binades) else 0)
+    )
+
+
 def as_json(samples: Samples) -> dict[str, Any]:
     """Return the findings, the summary of each sample and the last entry of each tensor; None for NaN."""
     summaries = [{"step": record["step"], **summary(record)} for record in samples.records]
-    tensors = [{"layer": each.layer, "tensor": each.name, "lost_db": each.lost_db} for each in samples.tensors]
     return {
         "file": str(samples.path),
         "recipe": samples.last["recipe"],
@@ -66,32 +224,56 @@ def as_json(samples: Samples) -> dict[str, Any]:
         **findings(samples)._asdict(),
         "not_finite": [{"step": step, "tensors": labels} for step, labels in samples.not_finite.items()],
         "samples": [{key: None if number != number else number for key, number in each.items()} for each in summaries],
-        "tensors": [each | tensor.last for each, tensor in zip(tensors, samples.tensors, strict=True)],
+        "tensors": [
+            {"layer": each.layer, "tensor": each.name, "lost_db": lost_db(each.last), **each.last}
+            for each in samples.tensors
+        ],
         "not_seen": samples.last["not_seen"],
         "unreadable_lines": samples.unreadable,
     }
 
 
 def in_words(samples: Samples, worst: int) -> str:
-    """Show findings, the worst tensors and remarks."""
-    first, last = samples.steps[0], samples.steps[-1]
-    head = f"{samples.last['recipe']}: {counted(len(samples.records), 'sample')}, steps {first} to {last}"
-    parts = [head, str(findings(samples))]
+    recipe, *counts = samples.title
+    parts = [f"{recipe}: {', '.join(counts)}", str(findings(samples))]
     for columns, tensors in ((CAST_COLUMNS, samples.casts), (STORED_COLUMNS, samples.stored)):
         if tensors:
             rows = [list(columns), *map(cells, tensors[:worst])]
-            parts.append(table([row[:-2] for row in rows]))  # amaxes and scales are on the page
+            parts.append(table([row[:-2] for row in rows]))  # the page has amaxes and scales
         if len(tensors) > worst:
             parts.append(f"the worst {worst} of {len(tensors)}")
     return "\n\n".join([*parts, paragraphs(remarks(samples))])
+
+
+CAST_COLUMNS = (*("layer", "tensor", "format", "SQNR, dB", "lost", "most lost", "clipped", "flushed", "amax", "scale"),)
+STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
+
+
+def cells(tensor: Tensor) -> list[str]:
+    """Return a row of `CAST_COLUMNS`, or of `STORED_COLUMNS`."""
+    entry, finite = tensor.last, is_finite(tensor.last)
+    low, high = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
+    scale = _number(high) if low == high else f"{_number(low)} to {_number(high)}"
+    texts = [] if tensor.is_stored else [entry["sqnr_db"], lost_db(entry), tensor.most_lost[0]]
+    missing = "–" if finite else "NaN"
+    return [
+        *(tensor.layer or "(root)", tensor.name, entry["format"]),
+        *(missing if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in texts),
+        *(share(each) if finite else "NaN" for each in tensor.shares),
+        *(_number(entry["amax"]), "–" if low is None and high is None else scale),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
 
 
 def findings(samples: Samples) -> Verdict:
     """Judge the last sample, and name the first that was not finite."""
     casts, step = samples.casts, samples.last["step"]
     tensors = tensors_of(samples.last)
-    named = {what: [label for label, _, entry in tensors if is_named(entry)] for what, is_named in _NAMED.items()}
-    details = [f"{what}: {listed(labels)}" for what, labels in named.items() if labels]
+    named = {title: [label for label, _, entry in tensors if applies(entry)] for title, applies in _NAMED.items()}
+    details = [f"{title}: {listed(labels)}" for title, labels in named.items() if labels]
     if not casts:
         return Verdict("open", f"no cast was seen at step {step}", [])
     headline = f"step {step}: every cast loses what its format must lose, and no more"
@@ -114,7 +296,6 @@ def findings(samples: Samples) -> Verdict:
 
 
 def remarks(samples: Samples) -> list[tuple[str, str]]:
-    """Explain the numbers, each remark with its label."""
     last = samples.last
     rows = [
         ("casts", f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first"),
@@ -132,16 +313,11 @@ def remarks(samples: Samples) -> list[tuple[str, str]]:
     return rows
 
 
-# The page
+# Page
 
 
 def render(samples: Samples) -> str:
-    """Return the whole page."""
-    first, last = samples.steps[0], samples.steps[-1]
-    facts = [
-        *(samples.last["recipe"], counted(len(samples.records), "sample"), f"steps {first} to {last}"),
-        counted(len(samples.last["tensors"]), "layer"),
-    ]
+    facts = [*samples.title, counted(len(samples.last["tensors"]), "layer")]
     sections = {
         "Where most is lost": _table(CAST_COLUMNS, samples.casts),
         "Over the run": _over_the_run(samples),
@@ -156,7 +332,7 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
     casts, spoiled = samples.casts, sum(not is_finite(tensor.last) for tensor in samples.tensors)
     if spoiled:
         return [("hold an inf or a NaN", f"{spoiled} of {counted(len(samples.tensors), 'tensor')}")]
-    lost = [tensor.lost_db for tensor in casts if tensor.lost_db is not None]
+    lost = [decibels for tensor in casts if (decibels := lost_db(tensor.last)) is not None]
     figures = [("most lost below the format's usual SQNR", f"{max(lost):.1f} dB")] if lost else []
     for key, label in (("saturated", "largest share clipped"), ("flushed", "largest share flushed to zero")):
         figures += [(label, share(max(tensor.last[key] for tensor in casts)))] if casts else []
@@ -167,10 +343,8 @@ def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
     if not tensors:
         return ""
     rows = [list(map(signed, cells(tensor))) for tensor in tensors]
-    html = page.table(columns, rows[:_ROWS])
-    if rest := rows[_ROWS:]:
-        html += f"<details><summary>{len(rest)} more</summary>{page.table(columns, rest)}</details>"
-    return html
+    html, rest = page.table(columns, rows[:_ROWS]), rows[_ROWS:]
+    return html + page.details(f"{len(rest)} more", page.table(columns, rest)) if rest else html
 
 
 def _over_the_run(samples: Samples) -> str:
@@ -194,12 +368,11 @@ def _over_the_run(samples: Samples) -> str:
 
 def _chart(samples: Samples, lines: dict[str, list[float]], title: str, label: str) -> str:
     series = [page.Series(name, f"var(--c{number})", lines[name]) for number, name in enumerate(lines, 1)]
-    chart = page.curves(series, samples.steps, title, label, zero_line=True, height=260)
-    return chart and bullets((page.chip(each.name, each.color) for each in series), "legend") + chart
+    return page.curves(series, samples.steps, title, label, zero_line=True, height=260, legend=True)
 
 
 def _largest_by_step(samples: Samples, name: str, key: str) -> list[float]:
-    """Return percents."""
+    """Return percents by step; NaN at a step without the tensor or with values that are not finite."""
     values = []
     for record in samples.records:
         entries = [tensors[name] for tensors in record["tensors"].values() if name in tensors]
@@ -220,7 +393,7 @@ def _histograms(tensors: list[Tensor]) -> str:
 
 
 def _histogram(tensor: Tensor) -> str:
-    """Draw how many scaled values lie in each binade; the format's normal numbers lie between two lines."""
+    """Draw the scaled values of each binade, and two lines around the format's normal numbers."""
     entry, height, base = tensor.last, 120, 96
     fmt = FORMATS[entry["format"]]
     first, last = entry["exponents"]

@@ -1,14 +1,75 @@
-"""The outcomes of checks, and the verdict in words, over the results of one small comparison."""
+"""Test the statistics, checks and verdict of a comparison."""
 
 from __future__ import annotations
 
 import copy
+import math
+import random
+import statistics
 
 import pytest
 from cli.comparing import compared
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fp8_backends.cli.compare.checks import checks, verdict
+from fp8_backends.cli.compare.summary import Gap, checks, paired_gap, spread, t_quantile, verdict
 from fp8_backends.cli.terminal import change, duration, with_minus_signs
+
+
+def test_only_common_seeds_are_paired():
+    gap = paired_gap({0: 2.02, 1: 2.11, 5: 9.0}, {0: 2.0, 1: 2.1, 2: 7.0})
+    assert gap.pairs == 2 and gap.mean == pytest.approx(0.015)
+    assert gap.half_width == pytest.approx(12.7062 * math.sqrt(((0.005) ** 2 * 2) / 2))
+
+
+def test_no_common_seed_has_no_gap_and_one_has_no_interval():
+    assert paired_gap({0: 1.0}, {1: 1.0}) is None
+    gap = paired_gap({0: 1.5}, {0: 1.0})
+    assert (gap.mean, gap.half_width, gap.verdict()) == (0.5, None, "not resolved")
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "verdict"),
+    [(0.002, 0.003, "within"), (0.002, 0.02, "not resolved"), (0.05, 0.01, "not within"), (-0.4, 0.1, "within")],
+)
+def test_verdict_compares_the_whole_interval(mean, half_width, verdict):
+    assert Gap(mean, half_width, 5).verdict(0.01) == verdict
+
+
+def test_a_loss_that_is_not_finite_is_never_within():
+    assert paired_gap({0: math.nan, 1: 1.0}, {0: 1.0, 1: 1.0}).verdict() == "not within"
+
+
+def test_intervals_cover_the_true_gap_in_95_of_100_cases():
+    # 4000 draws: the share of covering intervals has a standard error of 0.0035
+    generator, covered, draws = random.Random(0), 0, 4000
+    for _ in range(draws):
+        pairs = {seed: generator.gauss(0.3, 1.0) for seed in range(5)}
+        gap = paired_gap(pairs, dict.fromkeys(range(5), 0.0))
+        covered += gap.low <= 0.3 <= gap.high
+    assert covered / draws == pytest.approx(0.95, abs=0.012)
+
+
+def test_quantiles_fall_towards_the_normal_one():
+    values = [t_quantile(degrees) for degrees in range(1, 200)]
+    assert values == sorted(values, reverse=True)
+    assert t_quantile(10**6) == pytest.approx(1.95996, abs=1e-4)
+    with pytest.raises(ValueError, match="at least two"):
+        t_quantile(0)
+
+
+@given(st.lists(st.floats(0.5, 9, allow_nan=False), min_size=2, max_size=9), st.floats(-1, 1))
+def test_a_constant_difference_is_exact_for_any_seeds(losses, difference):
+    reference = dict(enumerate(losses))
+    gap = paired_gap({seed: loss + difference for seed, loss in reference.items()}, reference)
+    assert gap.mean == pytest.approx(difference, abs=1e-9) and gap.half_width == pytest.approx(0, abs=1e-9)
+
+
+def test_spread_is_the_deviation_over_seeds_and_needs_two():
+    assert spread({0: 1.0}) is None
+    found = spread({0: 1.0, 1: 2.0, 2: 4.0})
+    assert found == {"standard_deviation": statistics.stdev([1, 2, 4]), "range": 3.0}
+
 
 HELD_OUT = "held-out loss at most 0.01 nats above bf16's"
 GRADIENTS = "gradients at the initial weights point where bf16's do"
@@ -41,28 +102,28 @@ def outcome(results, name):
 @pytest.mark.parametrize(
     ("gaps", "expected"),
     [
-        ((0.001, 0.002, 0.001), "passed"),
-        ((0.05, 0.051, 0.052), "failed"),
-        ((0.001, 0.02), "not resolved"),
-        ((0.001,), "not resolved"),
-        ((0.02,), "not resolved"),
-        ((0.2,), "failed"),  # far beyond: no noise of a paired run
-        ((0.0, 0.9), "failed"),
-        ((float("nan"),), "failed"),
+        ((0.001, 0.002, 0.001), True),
+        ((0.05, 0.051, 0.052), False),
+        ((0.001, 0.02), None),
+        ((0.001,), None),
+        ((0.02,), None),
+        ((0.2,), False),  # far beyond: no noise of a paired run
+        ((0.0, 0.9), False),
+        ((float("nan"),), False),
     ],
 )
-def test_the_interval_decides_on_the_gap_and_a_far_gap_fails_without_one(results, gaps, expected):
+def test_the_interval_decides_and_a_far_gap_fails_without_one(results, gaps, expected):
     set_gaps(results, *gaps)
-    assert outcome(results, HELD_OUT).outcome == expected
+    assert outcome(results, HELD_OUT).passed is expected
 
 
-def test_what_passed_wholly_is_good(results):
+def test_all_checks_passed_is_good(results):
     set_gaps(results, 0.001, 0.002, 0.001)
     found = verdict(results)
     assert (found.mood, found.headline, found.details) == ("good", "All 8 checks passed.", [])
 
 
-def test_what_is_not_resolved_is_named_not_counted_as_passed_and_told_how_many_seeds_it_takes(results):
+def test_an_unresolved_check_is_named_with_the_seeds_to_resolve_it(results):
     set_gaps(results, 0.001)
     found = verdict(results)
     assert (found.mood, found.headline) == ("open", "All 7 checks that could be judged passed; 1 is not resolved.")
@@ -89,7 +150,7 @@ def test_failed_checks_are_counted_and_named(results):
     )
 
 
-def test_gradients_of_which_none_outlasts_rounding_are_not_resolved(results):
+def test_gradients_lost_in_rounding_are_not_resolved(results):
     inspection = results["backends"]["native:dynamic"]["inspection"]
     inspection["reference_gradient_cosines"] = dict.fromkeys(inspection["first_gradient_cosines"], 0.998)
     check = outcome(results, GRADIENTS)
@@ -103,7 +164,7 @@ def test_a_gradient_that_is_not_finite_fails(results):
 
 
 @pytest.mark.parametrize(("note", "reason"), [("interrupted by SIGINT", ": interrupted by SIGINT"), ("", "")])
-def test_a_run_that_ended_early_is_never_good_and_says_why_and_what_there_is(results, note, reason):
+def test_a_terminated_run_is_open_with_its_reason_and_progress(results, note, reason):
     set_gaps(results, 0.001, 0.002, 0.001)
     results |= {"status": "terminated", "note": note}
     del results["backends"]["native:dynamic"]["runs"][1:]
@@ -116,19 +177,19 @@ def test_a_run_that_ended_early_is_never_good_and_says_why_and_what_there_is(res
     assert verdict(results).headline == f"Terminated early{reason}. So far no check could be made."
 
 
-def test_one_check_is_no_plural(results):
+def test_one_check_is_singular(results):
     results["backends"]["native:dynamic"] |= {"status": "failed", "message": "out of memory"}
     del results["backends"]["bf16"]
     results["settings"]["reference"] = "native:dynamic"
     assert verdict(results).headline == "1 of 1 check failed."
 
 
-def test_only_one_itself_is_no_change():
+def test_only_a_ratio_of_one_is_no_change():
     ratios = (1.0, 1.0003, 0.9997, 1.094, 0.41)
     assert [change(ratio) for ratio in ratios] == ["±0 %", "+<0.1 %", "-<0.1 %", "+9.4 %", "-59.0 %"]
 
 
-def test_minus_signs_are_for_numbers_alone():
+def test_minus_signs_precede_only_numbers():
     text = "held-out -0.0003 (-5.9 %), -<0.1 %, --seeds 5, bf16-exact, 2-rank"
     assert with_minus_signs(text) == "held-out −0.0003 (−5.9 %), −<0.1 %, --seeds 5, bf16-exact, 2-rank"
     assert duration(40) == "40 s"

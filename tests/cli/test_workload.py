@@ -1,4 +1,4 @@
-"""What a model of each kind is trained to do, and which of its gradients are judged."""
+"""Test the text, the model and the task of a comparison."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from cli.comparing import checks_by_name, compared, planted, tiny_settings
+from cli.comparing import checks_by_name, compared, planted, tiny_settings, write_text
 from torch.nn import functional
 from transformers import (
     AlbertConfig,
@@ -20,19 +20,72 @@ from transformers import (
     ViTConfig,
 )
 
-from fp8_backends.cli.compare.checks import checks
-from fp8_backends.cli.compare.language_model import CAUSAL, MASKED, build_model, inputs, task
+from fp8_backends.cli.compare.summary import checks
+from fp8_backends.cli.compare.workload import CAUSAL, MASKED, build_model, inputs, load_text, task
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
 
+
+def test_default_text_is_the_standard_library():
+    first, again = load_text(limit_mb=0.3), load_text(limit_mb=0.3)
+    assert first.sha256 == again.sha256 and torch.equal(first.train, again.train)
+    assert "standard library" in first.description
+    assert first.vocab_size == 256 and first.train.dtype == torch.uint8
+
+
+def test_held_out_files_never_appear_in_the_training_part(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(f"<file {number:02}> " * 30)
+    text = load_text(folder)
+    train, held_out = bytes(text.train), bytes(text.held_out)
+    in_train = {n for n in range(20) if f"<file {n:02}>".encode() in train}
+    in_held_out = {n for n in range(20) if f"<file {n:02}>".encode() in held_out}
+    assert in_held_out == {9, 19} and in_train == set(range(20)) - in_held_out
+
+
+def test_a_single_file_holds_out_its_last_tenth(tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_bytes(bytes(range(1, 101)) * 10)
+    text = load_text(file)
+    assert len(text.train) == 900 and len(text.held_out) == 100
+    assert bytes(text.held_out) == bytes(range(1, 101))
+
+
+def test_binary_files_are_left_out(tmp_path):
+    write_text(tmp_path)
+    plain = load_text(tmp_path)
+    (tmp_path / "binary.bin").write_bytes(b"\0\1\2" * 100)
+    assert load_text(tmp_path).sha256 == plain.sha256
+
+
+def test_batches_depend_on_the_seed(tmp_path):
+    text = load_text(write_text(tmp_path))
+    starts = text.batches(steps=50, batch=4, sequence=32, seed=3)
+    assert torch.equal(starts, text.batches(steps=50, batch=4, sequence=32, seed=3))
+    assert not torch.equal(starts, text.batches(steps=50, batch=4, sequence=32, seed=4))
+    windows = text.windows(starts[0], 32)
+    assert windows.shape == (4, 32) and windows.dtype == torch.int64
+    assert bytes(windows[0].to(torch.uint8)) in bytes(text.train)
+
+
+@pytest.mark.parametrize("missing", ["nowhere", "empty"])
+def test_missing_text_is_an_error_with_the_path(tmp_path, missing):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FP8BackendError, match=missing):
+        load_text(tmp_path / missing)
+
+
+def test_too_little_text_names_the_part(tmp_path):
+    text = load_text(write_text(tmp_path, files=10))
+    with pytest.raises(FP8BackendError, match="held-out part.*--sequence"):
+        text.held_out_windows(4, 100_000)
+
+
 GRADIENTS = "gradients at the initial weights point where bf16's do"
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"vocab_size": 256, "hidden_size": 32, "max_position_embeddings": 64, **LAYERS}
 BERT = {**SIZES, "intermediate_size": 64}
 MODELS = {
     "bert": (BertConfig(**BERT), "bert.encoder.layer.*.attention.self.key.bias (×2)"),
@@ -41,12 +94,12 @@ MODELS = {
         "model.decoder.layers.*.self_attn.k_proj.bias (×2)",
     ),
 }
-"""Configurations, and the parameters whose gradient is zero in theory: softmax is blind to a shift of all keys."""
+"""Configurations, and their parameters with theoretically zero gradients: softmax ignores a shift of all keys."""
 
 
 @pytest.fixture
 def settings(tmp_path):
-    """Settings for a configuration that is saved as transformers does it."""
+    """Return settings for a configuration saved by transformers."""
 
     def made(config, **changes):
         config.save_pretrained(tmp_path / "model")
@@ -57,7 +110,7 @@ def settings(tmp_path):
 
 @pytest.mark.parametrize("reference", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_gradient_that_is_zero_in_theory_is_named_and_not_judged(tmp_path, name, reference):
+def test_a_theoretically_zero_gradient_is_named_and_not_judged(tmp_path, name, reference):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "reference": reference, "steps": 2, "seeds": 1}
@@ -70,7 +123,7 @@ def test_a_gradient_that_is_zero_in_theory_is_named_and_not_judged(tmp_path, nam
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_flipped_gradient_fails_beside_one_that_is_not_judged(tmp_path, name):
+def test_a_flipped_gradient_fails_beside_an_unjudged_one(tmp_path, name):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "steps": 1, "seeds": 1}
@@ -94,7 +147,7 @@ def test_a_flipped_gradient_fails_beside_one_that_is_not_judged(tmp_path, name):
         (AlbertConfig(**BERT, embedding_size=32, is_decoder=True), MASKED),
     ],
 )
-def test_a_model_is_trained_for_what_its_configuration_names_or_its_kind_is_made_for(settings, config, expected):
+def test_the_task_follows_from_the_configuration(settings, config, expected):
     found = settings(config)
     assert task(found) == expected
     model = build_model(found, vocab_size=256, seed=0).eval()
@@ -108,7 +161,7 @@ def test_a_model_is_trained_for_what_its_configuration_names_or_its_kind_is_made
 
 
 @pytest.mark.parametrize("config", [ViTConfig(), T5Config(), BartConfig(), CLIPConfig()])
-def test_a_model_without_a_task_is_refused_in_words(settings, tmp_path, capsys, config):
+def test_a_model_without_a_task_is_refused(settings, tmp_path, capsys, config):
     found = settings(config, sequence=8)
     with pytest.raises(FP8BackendError, match="neither a causal nor a masked language model"):
         task(found)
@@ -122,7 +175,7 @@ def test_too_few_positions_are_an_error_before_anything_starts(settings):
         task(settings(BertConfig(**BERT), sequence=65))
 
 
-def test_masks_hide_the_same_number_of_tokens_in_every_window_and_depend_on_the_seed_alone():
+def test_masks_hide_equally_many_tokens_and_depend_on_the_seed():
     tokens = torch.randint(256, (4, 40))
     values = inputs(tokens, MASKED, 256, seed=3)
     hidden = values["input_ids"] == 256
@@ -134,7 +187,7 @@ def test_masks_hide_the_same_number_of_tokens_in_every_window_and_depend_on_the_
     assert (inputs(tokens[:, :2], MASKED, 256, seed=0)["labels"] >= 0).sum(dim=1).tolist() == [1] * 4
 
 
-def test_nothing_is_dropped_since_two_passes_would_drop_different_values(settings):
+def test_dropout_is_off(settings):
     model = build_model(settings(BertConfig(**BERT)), vocab_size=256, seed=0).train()
     values = inputs(torch.randint(256, (2, 32)), MASKED, 256, seed=0)
     assert model(**values).loss == model(**values).loss

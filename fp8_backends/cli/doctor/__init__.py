@@ -1,1 +1,0 @@
-"""`fp8-backends doctor`: what this machine can do."""
