@@ -18,8 +18,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
 from .errors import RecipeError
-from .recipes.handlers import resolve
-from .recipes.specs import Spec
+from .recipes.handlers import Spec, resolve
 from .training import preparation, rules
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve
-from fp8_backends.accelerate_plugin import launch_flags
+from fp8_backends.accelerate_plugin import launch
 from fp8_backends.cli.config.training_config import given_fields, yaml_fields
 from fp8_backends.recipes.fields import FIELDS, NAMING
 from fp8_backends.recipes.handlers import Recipe, from_environment
@@ -114,7 +114,7 @@ def check_round_trips(recipe: Recipe) -> None:
             "file": lambda: FP8RecipeKwargs(
                 **accelerate_fields(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")
             ),
-            "flags": lambda: FP8RecipeKwargs(**launch_flags.recipe_flags(launch_flags.parse(flags)).fields),
+            "flags": lambda: FP8RecipeKwargs(**launch.recipe_flags(launch.parse(flags)).fields),
         }
     for name, make in again.items():
         try:

@@ -21,8 +21,7 @@ from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..notebooks import as_html
 from ..recipes.fields import NAMING
-from ..recipes.handlers import Recipe, resolve
-from ..recipes.specs import Spec
+from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
 from ..words import finite, first_line, listed, share
 from . import conversion

@@ -23,7 +23,7 @@ from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
-from ..recipes.comparison import differences
+from ..recipes.handlers import differences
 from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .observed import Observed

@@ -176,18 +176,17 @@ LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
 
 def test_code_wins_field_by_field_with_one_line_that_names_both():
     handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
-    both = code_over_launch(handler, LAUNCHED)
-    found = both.recipe
-    assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 8)
-    assert "FP8RecipeKwargs in the script says margin=3" in both.warning and "margin=1" in both.warning
-    assert "interval" not in both.warning and "\n" not in both.warning
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 3, 2, 8)
+    assert "FP8RecipeKwargs in the script says margin=3" in warning and "margin=1" in warning
+    assert "interval" not in warning and "\n" not in warning
 
 
 @pytest.mark.parametrize("margin", [1, None])
 def test_code_that_agrees_is_no_reason_to_warn(margin):
     handler = fp8_backends.FP8RecipeKwargs(margin=margin, include="a")
-    both = code_over_launch(handler, LAUNCHED)
-    assert both.warning is None and both.recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert warning is None and recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,9 @@ def test_code_that_agrees_is_no_reason_to_warn(margin):
     ],
 )
 def test_code_that_names_another_backend_counts_alone(handler):
-    both = code_over_launch(handler, LAUNCHED)
-    assert both.recipe == handler
-    assert handler.name in both.warning and "backend='native:delayed', margin=1" in both.warning
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert recipe == handler
+    assert handler.name in warning and "backend='native:delayed', margin=1" in warning
 
 
 @pytest.mark.parametrize(
@@ -221,8 +220,8 @@ def test_code_that_names_another_backend_counts_alone(handler):
     ],
 )
 def test_a_handler_completes_the_launch_where_it_names_no_other_backend(handler, launched, name, warns):
-    both = code_over_launch(handler, launched)
-    assert both.recipe.name == name and (both.warning is not None) == warns
+    recipe, warning = code_over_launch(handler, launched)
+    assert recipe.name == name and (warning is not None) == warns
 
 
 def test_a_launch_field_that_the_scripts_backend_does_not_read_is_named():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import RecipeError
-from ...recipes.reading import read_file
+from ...recipes.sources import read_file
 from .accelerate_config import read_accelerate
 from .axolotl_config import read_axolotl
 from .training_config import TrainingConfig
