@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the size and SHA-256 of every file, written last. With it a checkpoint is whole.
 
-No ranks are known here, only folders: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
+No ranks are known here, only folders: `accelerate_plugin/checkpoints.py` saves on many ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scaling states of prepared models as a checkpoint holds them.
 
 They travel in the optimizer's state dict, under a key that stock PyTorch passes over; a model's state dict has the
-names and tensors of the plain model. `Accelerator.save_state` writes files of its own (`accelerate_plugin.checkpoint`).
+names and tensors of the plain model. `Accelerator.save_state` writes its own files (`accelerate_plugin.checkpoints`).
 """
 
 from __future__ import annotations
