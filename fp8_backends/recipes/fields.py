@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass
 from enum import Enum
@@ -408,10 +407,10 @@ def _list_of_text(value: Any) -> Any:
     return value
 
 
-def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:
-    """List the backends that read a field, with their scaling rules."""
+def readers(name: str) -> str:
+    """List this package's backends that read a field, with their scaling rules."""
     texts = []
-    for backend in backends:
+    for backend in registry.BUILT_IN:
         if field := _read_by(backend).get(name):
             supported = registry.get_compute(backend).scalings
             rules = [rule for rule in field.scalings or () if rule in supported]
@@ -460,19 +459,3 @@ def _docstrings() -> dict[str, str]:
 def help_of(field: Field) -> str:
     """Return the meaning of a field in a sentence."""
     return field.help or _docstrings().get(field.name, "")
-
-
-def restructured_text() -> str:
-    """List every field with its values, default and readers, for the documentation."""
-    lines = []
-    for field in (*FIELDS.values(), *registered_fields().values()):
-        if field.name in NAMING or field.name in COMMON:
-            read_by = "every backend"
-        elif field.name in OF_LEVELS:
-            read_by = f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
-        else:
-            read_by = readers(field.name, registry.valid_names())
-        lines.append(f"``{field.name}``" + (f" ({field.values_and_default})" if field.values_and_default else ""))
-        text = f"{help_of(field)} *Read by* {read_by}.".replace("_ ", "\\_ ").replace("**", "\\*\\*")
-        lines += textwrap.wrap(text, 118, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines) + "\n"

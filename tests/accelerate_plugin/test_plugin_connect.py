@@ -92,17 +92,6 @@ def test_our_handlers_reach_the_registry(handler, name):
 
 
 @pytest.mark.parametrize(
-    "handler, name",
-    [
-        (lambda: accelerate.utils.AORecipeKwargs(), "ao:tensorwise"),
-        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "msamp:O2"),
-    ],
-)
-def test_accelerates_own_handlers_mean_the_same(handler, name):
-    assert Accelerator(mixed_precision="fp8", kwargs_handlers=[handler()]).fp8_recipe.name == name
-
-
-@pytest.mark.parametrize(
     "value, name",
     [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed")],
 )
@@ -125,12 +114,6 @@ def test_what_cannot_run_here_is_refused_before_there_is_an_accelerator(recipe, 
         Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
     # the next Accelerator of this process may have another precision
     assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
-
-
-def test_unknown_backend_of_the_environment_is_named(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "nativ")
-    with pytest.raises(RecipeError, match="nativ"):
-        Accelerator(mixed_precision="fp8")
 
 
 def test_fp8_alone_means_auto():

@@ -8,14 +8,13 @@ import pytest
 from plugin_training import run_python
 
 SCRIPT = """
-import copy
 import sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/../distributed"]
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from ddp_training import Traffic, assert_equal_on_all_ranks
 from plugin_training import batches, mlp, train
 
@@ -23,15 +22,13 @@ import fp8_backends
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
 
-BUCKETS = DistributedDataParallelKwargs(bucket_cap_mb=0.01)
 
-
-def accelerator(backend, accumulate=1, handlers=(), **options):
+def accelerator(backend, accumulate=1, **options):
     AcceleratorState._reset_state()
     GradientState._reset_state()
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **options.pop("fields", {{}}))
     made = Accelerator(
-        mixed_precision="fp8", kwargs_handlers=[recipe, *handlers], gradient_accumulation_steps=accumulate, **options
+        mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_steps=accumulate, **options
     )
     assert made.num_processes == 2
     return made
@@ -40,31 +37,6 @@ def accelerator(backend, accumulate=1, handlers=(), **options):
 def prepared(acc):
     model = mlp()
     return acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
-
-
-def trains_stays_in_step_and_resumes(backend, **fields):
-    acc = accelerator(backend, handlers=[BUCKETS], fields=fields)
-    model, optimizer = prepared(acc)
-    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    before = copy.deepcopy(acc.get_state_dict(model))  # at O3 and O4 one rank owns the exact values of a weight
-    data = batches(16, seed=1)[acc.process_index :: 2]
-    losses = train(acc, model, optimizer, data[:6], max_norm=1.0)
-    assert all(not torch.equal(value, before[name]) for name, value in acc.get_state_dict(model).items())
-    assert_equal_on_all_ranks(model, optimizer.optimizer)
-    products = fp8_backends.audit(acc.unwrap_model(model)).products
-    assert len(products) == 3 and all(c["fprop"] and c["wgrad"] for c in products.values())
-    folder = {folder!r} + "/" + backend
-    acc.save_state(folder)
-    unbroken = train(acc, model, optimizer, data[6:])
-    acc.load_state(folder)
-    assert train(acc, model, optimizer, data[6:]) == unbroken
-    fresh = accelerator(backend, handlers=[BUCKETS], fields=fields)
-    model, optimizer = prepared(fresh)
-    fresh.load_state(folder)
-    assert train(fresh, model, optimizer, data[6:]) == unbroken
-    assert_equal_on_all_ranks(model, optimizer.optimizer)
-    assert list(fresh.get_state_dict(model)) == list(mlp().state_dict())
-    assert losses[0] > losses[-1]
 
 
 def accumulates_and_travels_once(backend):
@@ -123,26 +95,20 @@ def refuses_a_model_with_nothing_for_ddp(backend):
         raise AssertionError("prepared")
 
 
-trains_stays_in_step_and_resumes("msamp:O2")
-trains_stays_in_step_and_resumes("msamp:O3")
 accumulates_and_travels_once("msamp:O2")
 compiles_by_regions("msamp:O2")
 scaler_of_fp16_skips_on_all_ranks("msamp:O2")
 refuses_a_model_with_nothing_for_ddp("msamp:O2")
-trains_stays_in_step_and_resumes("native:delayed")
-trains_stays_in_step_and_resumes("native:dynamic", gradient_comm="fp8")
-trains_stays_in_step_and_resumes("ao:tensorwise", gradient_comm="fp8")
 PartialState().print("done")
 PartialState().destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_ddp_trains_stays_in_step_and_resumes(tmp_path):
+def test_ddp_accumulates_compiles_and_skips_in_step(tmp_path):
     script = tmp_path / "script.py"
     tests = __file__.rpartition("/")[0]
-    script.write_text(SCRIPT.format(folder=str(tmp_path), tests=tests))
+    script.write_text(SCRIPT.format(tests=tests))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     output = run_python(str(script), *torchrun, ACCELERATE_USE_CPU="true")
     assert "done" in output
-    assert (tmp_path / "native:delayed" / "fp8_scaling_1.safetensors").exists()

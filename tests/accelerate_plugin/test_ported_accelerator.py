@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import load_checkpoint_and_dispatch
 from accelerate.utils.modeling import load_checkpoint_in_model
 from plugin_training import batches, mlp
 from ported import BACKENDS, Tied, assert_same, components, fresh_accelerator, train, weights_of
@@ -84,17 +83,6 @@ def test_a_saved_model_loads_into_itself_and_into_a_stock_one(backend, options, 
     stock = mlp(seed=3)
     load_checkpoint_in_model(stock, str(tmp_path))
     assert_same(weights_of(stock), saved)
-
-
-def test_a_saved_model_is_dispatched_with_layers_on_disk(backend, tmp_path):
-    accelerator, model, *_ = prepared(backend)
-    saved = weights_of(model)
-    accelerator.save_model(model, tmp_path / "export")
-    whole, offloaded = mlp(seed=3), mlp(seed=4)
-    whole.load_state_dict(saved)
-    device_map = {"0": "cpu", "1": "cpu", "2": "disk", "3": "cpu", "4": "cpu"}
-    load_checkpoint_and_dispatch(offloaded, tmp_path / "export", device_map, offload_folder=tmp_path / "disk")
-    assert offloaded[2].weight.is_meta and torch.equal(offloaded(INPUTS), whole(INPUTS))
 
 
 def test_hooks_around_a_checkpoint_see_the_model_and_plain_weights(backend, tmp_path):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
 import torch
 from accelerate import skip_first_batches
-from accelerate.utils import ProfileKwargs, find_executable_batch_size, set_seed
 from plugin_training import batches, mlp
 from ported import BACKENDS, assert_same, components, fresh_accelerator, plain, train, weights_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader
 
 import fp8_backends
 from fp8_backends.states.levels import quantize_weight
@@ -42,37 +39,6 @@ def as_stored(values: torch.Tensor, backend: str) -> torch.Tensor:
 
 
 # examples/by_feature
-
-
-def test_a_smaller_batch_is_found_and_trains_as_if_it_were_the_first(backend):
-    """memory.py: everything is prepared anew after memory ran out."""
-
-    def trained(accelerator, batch_size: int) -> dict:
-        accelerator.free_memory()
-        set_seed(0)
-        rows = [row for batch in batches(4) for row in zip(*batch, strict=True)]
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size, shuffle=True))
-        for index, (x, y) in enumerate(loader):
-            loss = nn.functional.mse_loss(model(x), y)
-            if batch_size > 16 and index == 0:
-                raise RuntimeError("CUDA out of memory. Tried to allocate")
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights_of(model)
-
-    accelerator, tried = fresh_accelerator(backend), []
-
-    @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: tried[-1] // 2)
-    def search(batch_size):
-        tried.append(batch_size)
-        return trained(accelerator, batch_size)
-
-    found = search()
-    assert tried == [64, 32, 16]
-    assert_same(found, trained(fresh_accelerator(backend), 16))
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(backend, tmp_path):
@@ -108,23 +74,6 @@ def test_each_fold_trains_as_if_it_were_alone(backend):
         alone, expected = fold(fresh_accelerator(backend), index)
         assert losses == expected
         assert torch.equal(accelerator.gather_for_metrics(model(INPUTS)), alone(INPUTS))
-
-
-def test_a_profiled_training_is_the_training_and_its_proof_follows(backend, capfd):
-    """profiler.py: PyTorch has one profiler at a time, which is the script's here."""
-    accelerator, model, _ = prepared(backend, steps=3)
-    expected = weights_of(model)
-    capfd.readouterr()
-    accelerator = fresh_accelerator(backend)
-    accelerator.profile_handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
-    model, optimizer, scheduler = accelerator.prepare(*components()[:3])
-    data = batches(5)
-    with accelerator.profile() as profiler:
-        train(accelerator, model, optimizer, scheduler, data[:3])
-    assert_same(weights_of(model), expected)
-    assert any("linear" in event.key or "mm" in event.key for event in profiler.key_averages())
-    train(accelerator, model, optimizer, None, data[3:])
-    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
 
 
 def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):
@@ -180,25 +129,6 @@ def test_weights_are_read_as_numbers_of_other_libraries(backend):
     assert not any(values.any() for values in values_of(model))
     vector_to_parameters(vector, model.parameters())
     assert_same(values_of(model), before)  # they were stored before: storing them again rounds nothing
-
-
-def test_averaged_weights_follow_the_trained_ones(backend):
-    """`swa_utils.AveragedModel`, and an exponential average over a deepcopy."""
-    accelerator, model, optimizer = prepared(backend)
-    swa = torch.optim.swa_utils.AveragedModel(model)
-    ema = copy.deepcopy(model)
-    exact = values_of(model)
-    swa.update_parameters(model)
-    for batch in batches(3, seed=5):
-        train(accelerator, model, optimizer, None, [batch])
-        swa.update_parameters(model)
-        with torch.no_grad():
-            for average, p in zip(ema.parameters(), model.parameters(), strict=True):
-                average.lerp_(plain(p), 0.5)
-        exact = [value.lerp(new, 0.5) for value, new in zip(exact, values_of(model), strict=True)]
-    assert_same(values_of(ema), exact)
-    assert not torch.equal(values_of(swa.module)[0], values_of(model)[0])
-    assert swa.n_averaged == 4 and torch.isfinite(swa(INPUTS)).all()
 
 
 def test_weights_are_clamped_drawn_anew_and_replaced(backend):

@@ -67,11 +67,6 @@ def test_keys_of_accelerate_of_its_questions_and_ours_are_read(block, name, fiel
     assert accelerate_fields(None, FILE) == {}
 
 
-def test_the_documented_string_of_overrides_is_read():
-    block = {"backend": "TE", "override_linear_precision": "(false, false, true)"}
-    assert accelerate_fields(block, FILE)["override_linear_precision"] == (False, False, True)
-
-
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"])
 @pytest.mark.parametrize("block", [TE_QUESTIONS, AO_QUESTIONS, MSAMP_QUESTIONS])
 def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, backend):
