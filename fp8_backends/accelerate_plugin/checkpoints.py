@@ -16,7 +16,6 @@ have no such file. Loops without `save_state` find scaling states in the optimiz
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import os
 import re
@@ -254,32 +253,24 @@ def _remove_oldest(folder: Path, newest: Path, limit: int) -> None:
         shutil.rmtree(manifest.holder_of(path), ignore_errors=True)
 
 
-@functools.cache
-def _sealing_callback() -> type:
-    """Return the class of Trainer's callback. Defined here, because it imports transformers."""
+def seal_checkpoints_of(trainer: Any, recipe: Recipe) -> None:
+    """Let transformers' Trainer, which never calls `save_state`, write manifests. Repeating it does nothing."""
+    handler = getattr(trainer, "callback_handler", None)  # none while the Trainer is being built
+    if handler is None or any(hasattr(callback, "fp8_recipe") for callback in handler.callbacks):
+        return
     from transformers import TrainerCallback
 
     class SealingCallback(TrainerCallback):
-        """Write the manifest of each checkpoint that Trainer has written without `save_state`."""
-
-        def __init__(self, recipe: Recipe) -> None:
-            self.recipe = recipe
+        fp8_recipe = recipe
 
         def on_save(self, args, state, control, **kwargs) -> None:
             """Seal the newest checkpoint. All ranks are here. A hyperparameter search saves elsewhere, without
             manifests."""
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             if _anywhere(folder):
-                seal(folder.resolve(), self.recipe, state.global_step)
+                seal(folder.resolve(), recipe, state.global_step)
 
-    return SealingCallback
-
-
-def seal_checkpoints_of(trainer: Any, recipe: Recipe) -> None:
-    """Let transformers' Trainer write manifests of its checkpoints. Repeating it does nothing."""
-    handler = getattr(trainer, "callback_handler", None)  # none while the Trainer is being built
-    if handler is not None and not any(isinstance(callback, _sealing_callback()) for callback in handler.callbacks):
-        trainer.add_callback(_sealing_callback()(recipe))
+    trainer.add_callback(SealingCallback())
 
 
 # Loading

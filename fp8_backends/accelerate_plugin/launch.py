@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import json
 import logging
 import os
@@ -27,7 +26,6 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-import accelerate
 import torch
 
 from ..compute.fields import Field, Variable, flag, whole_number
@@ -51,7 +49,7 @@ from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
 from ..training.rules import RULES
 from ..words import shortened, shown
-from .plugin import is_disabled
+from .plugin import incompatibilities, is_disabled, refuse_mismatches
 
 logger = logging.getLogger("fp8_backends")
 
@@ -87,13 +85,7 @@ def run(arguments: Sequence[str]) -> int:
         raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
     from accelerate.commands import launch as commands
 
-    for name, needed in _NEEDED_PARAMETERS.items():
-        function = getattr(commands, name, None)
-        if function is None or set(needed) - set(inspect.signature(function).parameters):
-            raise FP8BackendError(
-                f"this version of Accelerate ({accelerate.__version__}) has no {name}({', '.join(needed)}) in its "
-                "launcher: install the version pinned in tests/constraints.txt"
-            )
+    refuse_mismatches(incompatibilities(commands, _NEEDED_PARAMETERS))
     args = parse(arguments)
     config = _configuration(args, commands)
     _check_precision(args, config)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -48,7 +48,7 @@ _NEEDED_PARAMETERS = {
 }
 """Methods of Accelerator that the mixin overrides or calls, with their parameters."""
 
-_FP8_CHECKS = ("is_fp8_available", "check_cuda_fp8_capability")
+_FP8_CHECKS = {"is_fp8_available": (), "check_cuda_fp8_capability": ()}
 """Accelerate's checks in `accelerate.state`, for its three libraries and for the first GPU."""
 
 _STOCK_HANDLERS = tuple(
@@ -84,7 +84,8 @@ def is_disabled() -> bool:
 
 def _patched(original):
     signature = inspect.signature(original)
-    mismatches = incompatibilities()
+    mismatches = incompatibilities(Accelerator, _NEEDED_PARAMETERS)
+    mismatches += incompatibilities(accelerate.state, _FP8_CHECKS)
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -107,11 +108,7 @@ def _patched(original):
                 # without "fp8", Accelerate would still obey the variable and fail on it, or convert the model
                 self.__class__ = with_mixin(IgnoresFP8Environment, type(self))
             return original(self, *args, **kwargs)
-        if mismatches:
-            raise FP8BackendError(
-                f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
-                f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
-            )
+        refuse_mismatches(mismatches)
         bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
         check_machine(recipe)  # before there is a process group, or an AcceleratorState in FP8
         if not isinstance(self, FP8Mixin):
@@ -133,17 +130,25 @@ def _patched(original):
     return __init__
 
 
-def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
-    """List what the installed Accelerate lacks for this plug-in, one sentence each."""
+def incompatibilities(owner: Any, needed: Mapping[str, Sequence[str]]) -> list[str]:
+    """List the functions of `owner` that are missing or lack parameters, one sentence each."""
     problems = []
-    for method, needed in _NEEDED_PARAMETERS.items():
-        function = getattr(accelerator_class, method, None)
+    for name, parameters in needed.items():
+        function = getattr(owner, name, None)
         if function is None:
-            problems.append(f"Accelerator.{method} does not exist")
-        elif missing := set(needed) - set(inspect.signature(function).parameters):
-            problems.append(f"Accelerator.{method} takes no {', '.join(sorted(missing))}")
-    missing = [name for name in _FP8_CHECKS if not hasattr(accelerate.state, name)]
-    return problems + [f"accelerate.state.{name} does not exist" for name in missing]
+            problems.append(f"{owner.__name__}.{name} does not exist")
+        elif missing := set(parameters) - set(inspect.signature(function).parameters):
+            problems.append(f"{owner.__name__}.{name} takes no {', '.join(sorted(missing))}")
+    return problems
+
+
+def refuse_mismatches(mismatches: Sequence[str]) -> None:
+    """Raise `FP8BackendError` if the installed Accelerate does not fit."""
+    if mismatches:
+        raise FP8BackendError(
+            f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
+            f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
+        )
 
 
 def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:

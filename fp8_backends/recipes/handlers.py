@@ -48,13 +48,6 @@ from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse
 logger = logging.getLogger("fp8_backends")
 
 
-class RecipeHandler(Protocol):
-    """A recipe of this package or of Accelerate."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the given fields."""
-
-
 class TransformerEngineRecipe(Protocol):
     """A recipe object of TransformerEngine, such as `DelayedScaling`."""
 
@@ -63,8 +56,9 @@ class TransformerEngineRecipe(Protocol):
         """Its `Format`."""
 
 
-Spec: TypeAlias = str | Mapping[str, Any] | RecipeHandler | TransformerEngineRecipe | None
-"""A backend string, a dictionary `{"backend": …, field: value}`, a recipe; None picks for this machine."""
+Spec: TypeAlias = "str | Mapping[str, Any] | Recipe | TransformerEngineRecipe | None"
+"""A backend string, a dictionary `{"backend": …, field: value}`, a recipe; None picks for this machine. Handlers of
+Accelerate are valid, too; they have no types."""
 
 # Recipes
 

@@ -83,7 +83,7 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
     """Translate a recipe of Accelerate or TransformerEngine; return None for any other object."""
     for cls in type(spec).__mro__:
         if cls.__module__.split(".")[0] == "accelerate" and cls.__name__ in _ACCELERATE_HANDLERS:
-            return _ACCELERATE_HANDLERS[cls.__name__](spec)
+            return _accelerate_fields(spec, _ACCELERATE_HANDLERS[cls.__name__])
         if cls.__name__ in _TE_RECIPES:
             return _te_recipe_fields(spec, cls.__name__)
         if cls.__name__ in ("NVFP4BlockScaling", "CustomRecipe"):
@@ -97,28 +97,18 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
 # Accelerate's handlers fill in every field, so a value equal to Accelerate's default counts as not given.
 
 
-def _from_te(handler: Any) -> dict[str, Any]:
-    values = {field.name: getattr(handler, field.name, None) for field in dataclasses.fields(RuleFields)}
-    fields = {
-        name: value
-        for name, value in values.items()
-        if value is not None and FIELDS[name].parsed(value) != FIELDS[name].default
-    }
+def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
+    """Translate a handler; `backend` None: the deprecated one, which has the fields of both TE and MS-AMP."""
+    if backend == "ao":
+        return _ao_fields(handler)
+    names = [*(field.name for field in dataclasses.fields(RuleFields)), "opt_level"]
+    given = {name: value for name in names if (value := getattr(handler, name, None)) is not None}
+    fields = {name: value for name, value in given.items() if FIELDS[name].parsed(value) != FIELDS[name].default}
     mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
-    return {"backend": "te", **mxfp8, **fields}
+    return {"backend": backend or getattr(handler, "backend", None) or "te", **mxfp8, **fields}
 
 
-def _from_msamp(handler: Any) -> dict[str, Any]:
-    return {"backend": "msamp", "opt_level": getattr(handler, "opt_level", None)}
-
-
-def _from_fp8(handler: Any) -> dict[str, Any]:
-    """Translate the deprecated handler, which has the fields of both. Its `opt_level` is None unless it was given."""
-    fields = {**_from_msamp(handler), **_from_te(handler)}
-    return {**fields, "backend": getattr(handler, "backend", None) or "te"}
-
-
-def _from_ao(handler: Any) -> dict[str, Any]:
+def _ao_fields(handler: Any) -> dict[str, Any]:
     pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
     config = handler.config
     # without the user's config, Accelerate builds one from the two options, and both default to True
@@ -134,12 +124,13 @@ def _from_ao(handler: Any) -> dict[str, Any]:
     }
 
 
-_ACCELERATE_HANDLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "FP8RecipeKwargs": _from_fp8,
-    "TERecipeKwargs": _from_te,
-    "MSAMPRecipeKwargs": _from_msamp,
-    "AORecipeKwargs": _from_ao,
+_ACCELERATE_HANDLERS = {
+    "FP8RecipeKwargs": None,
+    "TERecipeKwargs": "te",
+    "MSAMPRecipeKwargs": "msamp",
+    "AORecipeKwargs": "ao",
 }
+"""Backend of each class."""
 
 
 # TransformerEngine's recipe objects

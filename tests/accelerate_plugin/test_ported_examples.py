@@ -6,7 +6,6 @@ import io
 
 import pytest
 import torch
-from accelerate import skip_first_batches
 from plugin_training import batches, mlp
 from ported import BACKENDS, assert_same, components, fresh_accelerator, plain, train, weights_of
 from torch import nn
@@ -39,41 +38,6 @@ def as_stored(values: torch.Tensor, backend: str) -> torch.Tensor:
 
 
 # examples/by_feature
-
-
-def test_a_run_resumes_in_the_middle_of_an_epoch(backend, tmp_path):
-    """checkpointing.py with `skip_first_batches`."""
-
-    def started():
-        accelerator = fresh_accelerator(backend)
-        return accelerator, *accelerator.prepare(*components(count=4))
-
-    accelerator, *run, loader = started()
-    data = [(x.clone(), y.clone()) for x, y in loader]
-    train(accelerator, *run, data[:2])
-    accelerator.save_state(str(tmp_path))
-    unbroken = train(accelerator, *run, data[2:])
-    accelerator, *run, loader = started()
-    accelerator.load_state(str(tmp_path))
-    assert train(accelerator, *run, skip_first_batches(loader, 2)) == unbroken
-
-
-def test_each_fold_trains_as_if_it_were_alone(backend):
-    """cross_validation.py: one Accelerator prepares a model for each fold, and the first ones stay for predictions."""
-    data = batches(4)
-
-    def fold(accelerator, index: int) -> tuple:
-        model = mlp(seed=index)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        losses = train(accelerator, model, optimizer, None, data[:index] + data[index + 1 :])
-        return model.eval(), losses
-
-    accelerator = fresh_accelerator(backend)
-    together = [fold(accelerator, index) for index in range(2)]
-    for index, (model, losses) in enumerate(together):
-        alone, expected = fold(fresh_accelerator(backend), index)
-        assert losses == expected
-        assert torch.equal(accelerator.gather_for_metrics(model(INPUTS)), alone(INPUTS))
 
 
 def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):

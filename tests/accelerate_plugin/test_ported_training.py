@@ -15,7 +15,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from plugin_training import batches, mlp
 from ported import BACKENDS, assert_same, fresh_accelerator, plain, train, weights_of
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import fp8_backends
@@ -157,36 +157,3 @@ def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
         rates.append(pair.scheduler.get_last_lr()[0])
     expected = (9, 9, 8) if with_optimizer else (9, 8, 7)
     assert rates == pytest.approx([step / 1000 for step in expected])
-
-
-def test_a_cycle_of_rates_and_momenta_reaches_the_optimizer(backend):
-    """`one_cycle_test`: the scheduler writes learning rate and betas into the optimizer's groups."""
-    accelerator = fresh_accelerator(backend)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    scheduler = OneCycleLR(optimizer, max_lr=0.01, steps_per_epoch=4, epochs=1)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    seen = []
-    for batch in batches(4):
-        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
-        train(accelerator, model, optimizer, scheduler, [batch])
-    assert len(set(seen)) == 4 and scheduler.scheduler.last_epoch == 4
-    assert optimizer.optimizer is scheduler.scheduler.optimizer
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_schedule_counts_accumulated_steps(backend, steps):
-    """`accumulation_test`: after ten steps of any number of microbatches the schedule of ten steps has ended."""
-    plugin = GradientAccumulationPlugin(num_steps=steps, adjust_scheduler=steps > 1)
-    accelerator = fresh_accelerator(backend, gradient_accumulation_plugin=plugin)
-    model = nn.Sequential(nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    data = batches(10 * steps)
-    train(accelerator, model, optimizer, scheduler, data[:-1])
-    assert scheduler.get_last_lr()[0] > 0
-    before = weights_of(model)
-    train(accelerator, model, optimizer, scheduler, data[-1:])
-    assert scheduler.get_last_lr()[0] == 0
-    assert not torch.equal(weights_of(model)["0.weight"], before["0.weight"])

@@ -21,16 +21,18 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     GradientAccumulationPlugin,
+    TorchDynamoPlugin,
     merge_fsdp_weights,
     save_fsdp_model,
 )
 from accelerate.utils.operations import broadcast, gather, pad_across_processes, reduce
-from ddp_training import assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
+from ddp_training import WIDTH, Traffic, assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import fp8_backends
+from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.training.preparation import finish_accumulation
 
@@ -201,7 +203,7 @@ def check_sharded_weights_merge_into_a_plain_file():
         accelerator = fsdp2_accelerate_checks.accelerator(backend, state_dict_type="SHARDED_STATE_DICT")
         run = accelerator.prepare(*fsdp2_accelerate_checks.new())
         fsdp2_accelerate_checks.train(accelerator, *run, 2)
-        folder = Path(fsdp2_accelerate_checks._shared_folder())
+        folder = Path(ranks.shared_folder())
         save_fsdp_model(AcceleratorState().fsdp_plugin, accelerator, run[0], str(folder))
         state = accelerator.get_state_dict(run[0])
         merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=False)
@@ -286,6 +288,65 @@ def check_values_of_gradients_are_clipped():
         pair.optimizer.step()
         pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
         pair.assert_equal_on_all_ranks()
+
+
+# Further behaviour under DDP
+
+
+def check_microbatches_travel_once_a_step():
+    accelerator = fresh_accelerator("msamp:O2", gradient_accumulation_steps=4)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    with Traffic() as traffic:
+        _train(accelerator, model, optimizer, range(8))
+    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), traffic.calls
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+def check_regions_compile_under_ddp():
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    accelerator = fresh_accelerator("msamp:O2", dynamo_plugin=plugin)
+    model = Blocks()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    _train(accelerator, model, optimizer, range(2))
+    assert Connection.find(model).reducer is not None and "OptimizedModule" in repr(model)
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def check_a_loss_scaler_skips_on_all_ranks():
+    pair = Pair("msamp:O2", fields={"autocast_dtype": "fp16"})
+    _train(pair.accelerator, pair.model, pair.optimizer, range(2))
+    scale = pair.accelerator.scaler.get_scale()
+    pair.accelerator.backward(mse(pair.model, mine(2)) * (float("inf") if dist.get_rank() else 1.0))
+    pair.optimizer.step()
+    assert pair.optimizer.step_was_skipped and pair.accelerator.scaler.get_scale() < scale
+    pair.optimizer.zero_grad()
+    pair.assert_equal_on_all_ranks()
+
+
+def check_a_model_with_nothing_for_ddp_is_refused():
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    with pytest.raises(FP8BackendError, match="exclude"):
+        fresh_accelerator("msamp:O2").prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def _train(accelerator: Accelerator, model: nn.Module, optimizer, seeds: range) -> None:
+    for seed in seeds:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model, mine(seed)))
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":
