@@ -1,13 +1,9 @@
 """Find the caller that builds an Accelerator, if it implies something about FP8 that no argument says.
 
-It is read from the running functions (`_frames`); docs/patches.rst lists the alternatives.
-
-**A transformers `Trainer`.** `TrainingArguments` has no field for FP8. Its `mixed_precision` is the environment's until
-`bf16=True` (TRL's default) or `fp16=True` replaces it, so an FP8 launch would train in bf16 without a word. Here these
-flags mean the precision around FP8. In an Accelerator that a script builds, `mixed_precision` is explicit.
-
-**A function under `notebook_launcher`.** It stores its `mixed_precision` in a variable without readers
-(`MIXED_PRECISION`), or nowhere: `Accelerator()` inside would train in FP32.
+The running functions are searched (`_frames`); docs/patches.rst lists the alternatives. `TrainingArguments` has no
+field for FP8: its `mixed_precision` is the environment's until `bf16=True` (TRL's default) or `fp16=True` replaces it,
+so an FP8 launch would silently train in bf16. Here these flags mean the precision around FP8. `notebook_launcher`
+stores its `mixed_precision` where `Accelerator()` does not read it, and would train in FP32.
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 
 A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and renamed into its place.
 An older one is first renamed to `.NAME.saving/.replaced`; its files that belong to no checkpoint then move into the new
-folder, and the rest is deleted. The next save or load finishes an interrupted replacement.
+folder, and the rest is deleted. The next save or load finishes an interrupted replacement. A leader on each file system
+(the main process, and the first rank of each node with its own disk) seals and renames. An error on one rank reaches
+all of them before that.
 
-Each file system has a leader that seals and renames: the main process if all ranks see one folder, and the first rank
-of each node with its own disk. An error on one rank reaches all of them before anything is sealed.
-
-Beside Accelerate's files there is `fp8_backend.json` with the recipe of each prepared model, and one
-`fp8_scaling_<rank>.safetensors` a rank, since each rank has seen different amax values. Rules without state (`dynamic`)
-have no such file. Loops without `save_state` find scaling states in the optimizer's state dict
-(`training.scaling_state`).
+Scaling states are `fp8_backend.json` with the recipe of each prepared model, and one `fp8_scaling_<rank>.safetensors` a
+rank, since each rank has seen different amax values; rules without state (`dynamic`) have no such file.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 Accelerate's parser and launcher functions run in this process. Flags, configuration file and environment are merged
 into one recipe, which is checked here and passed to the workers in `FP8_BACKENDS_RECIPE`. A worker runs `worker.py`,
-which connects this package and then runs the script. Accelerate's launcher sees no mixed precision, because for "fp8"
-it requires three libraries that few backends need; the worker sets "fp8" in its place. A backend that cannot run is
-refused here if the workers run on this machine, otherwise by the worker's `Accelerator`.
-
-Flags are all of `accelerate launch`, and every recipe field with a text form, in both spellings of Accelerate's parser:
-`--fp8_margin`, `--fp8-margin`. Arguments after the script belong to the script.
+which connects this package, sets mixed precision "fp8" and runs the script. Accelerate's launcher sees no mixed
+precision: for "fp8" it requires three libraries that few backends need. Arguments after the script belong to it.
 """
 
 from __future__ import annotations

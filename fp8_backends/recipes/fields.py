@@ -192,13 +192,8 @@ class RuleFields(KwargsHandler):
 
     use_autocast_during_eval: bool = setting(False, flag, launcher_default=False)
     """Also run FP8 products in evaluation; by default evaluation runs in high precision."""
-    margin: int = setting(
-        0,
-        whole_number(-64, 64),  # beyond it every code is zero, or saturated
-        scalings=DELAYED,
-        launcher_default=0,
-        synonyms={"fp8_margin": same},
-    )
+    # beyond 64 every code is zero, or saturated
+    margin: int = setting(0, whole_number(-64, 64), scalings=DELAYED, launcher_default=0, synonyms={"fp8_margin": same})
     """Divide the scale by 2**margin."""
     interval: int = setting(
         1, whole_number(1, 1_000_000), scalings=DELAYED, launcher_default=1, synonyms={"fp8_interval": same}
@@ -217,7 +212,7 @@ class RuleFields(KwargsHandler):
     """HYBRID: E4M3 in forward, E5M2 for gradients; E4M3: E4M3 everywhere."""
     amax_history_len: int = setting(
         1024,
-        whole_number(1, 1_000_000),  # FP32 numbers, three times a layer
+        whole_number(1, 1_000_000),
         scalings=DELAYED,
         launcher_default=1024,
         further_variables=(Variable("AMAX_HISTORY_LENGTH", 1024),),

@@ -91,7 +91,12 @@ class Recipe(CommonFields):
         given[_MXFP8] = use_mxfp8_block_scaling
         given = {name: value for name, value in given.items() if value is not None}
         read = _read_fields(given, self.backend_name)
-        _check_layer_choice(read.values)
+        include = read.values.get("include", ())
+        if "module_filter_func" in read.values and any(pattern.startswith("+") for pattern in include):
+            raise RecipeError(
+                f"include={shown(list(include))} adds to the layers that are converted by default, and "
+                "module_filter_func chooses all layers: leave one of the two out, or let the function accept these, too"
+            )
         named = {name for name in ("scaling", "level") if getattr(read.asked, name) is not None}
         compute, scaling, level = read.backend
         defaults = {name: field.default_for(scaling) for name, field in settings_of(compute).items()}
@@ -300,15 +305,6 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     if part is not None and part != value:
         raise RecipeError(f"{shown(text)} says {part} and {name} says {value}: leave one of the two out")
     return value
-
-
-def _check_layer_choice(values: Mapping[str, Any]) -> None:
-    """Refuse `+` patterns beside a function that chooses all layers."""
-    if "module_filter_func" in values and any(pattern.startswith("+") for pattern in values.get("include", ())):
-        raise RecipeError(
-            f"include={shown(list(values['include']))} adds to the layers that are converted by default, and "
-            "module_filter_func chooses all layers: leave one of the two out, or let the function accept these, too"
-        )
 
 
 _LEVELS_IN_WORDS = {

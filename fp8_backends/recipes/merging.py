@@ -14,7 +14,7 @@ from ..errors import RecipeError
 from ..words import shown
 from .fields import NAMING
 from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs, refusal_of
-from .sources import Source, config_source, foreign_fields
+from .sources import Source, foreign_fields
 from .strings import AUTO, BackendName, parse_backend
 
 
@@ -95,23 +95,6 @@ def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
         backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
     refusals = [refusal_of(backend, fields) for backend in backends]
     return None if None in refusals else refusals[0]
-
-
-def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
-    """Return the fields of `FP8RecipeKwargs` in the `fp8_config` block of an Accelerate YAML file.
-
-    Keys are Accelerate's, those of `accelerate config` (`amax_history_length`, `optimization_level`, …), and every
-    field of a recipe, each with or without `fp8_` in front. A default of Accelerate or its questions counts as not
-    given if the backend does not read it.
-
-    Args:
-        source: the name of the file.
-
-    Raises:
-        RecipeError: an unknown key, with the nearest valid one, an invalid value, or a value that this backend does not
-            read; each with key and file.
-    """
-    return merged([config_source(fp8_config, source)])
 
 
 # Code over launch

@@ -167,8 +167,11 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
     """Read the fields, and refuse any other attribute with a value other than its class has: the `te` backend creates
     its own recipe of that class."""
     scaling, read = _TE_RECIPES[class_name]
+    cls = type(spec)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    defaults["backward_override"] = None  # the class may read another value from the environment
     for name, value in vars(spec).items():
-        default = _class_value(type(spec), name)
+        default = defaults.get(name, getattr(cls, name, dataclasses.MISSING))
         if name.startswith("_") or name in read or _holds(lambda value=value, default=default: value == default):
             continue
         has = (
@@ -188,14 +191,6 @@ def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
         return bool(comparison())
     except Exception:
         return otherwise
-
-
-def _class_value(cls: type, name: str) -> Any:
-    """Return the default of an attribute."""
-    if name == "backward_override":
-        return None  # the class may read another value from the environment: backward in high precision
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    return defaults.get(name, getattr(cls, name, dataclasses.MISSING))
 
 
 # The environment
@@ -334,7 +329,17 @@ def add_field(
 
 
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
-    """Read the `fp8_config` block of a file, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
+    """Read the `fp8_config` block of an Accelerate YAML file, for `merging.merged`.
+
+    Keys are Accelerate's, those of `accelerate config` (`amax_history_length`, `optimization_level`, …), and every
+    field of a recipe, each with or without `fp8_` in front.
+
+    Args:
+        source: the name of the file.
+
+    Raises:
+        RecipeError: an unknown key, with the nearest valid one, or an invalid value; each with key and file.
+    """
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()

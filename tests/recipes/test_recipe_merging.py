@@ -12,7 +12,7 @@ from fp8_backends.accelerate_plugin.plugin import asked_recipe
 from fp8_backends.errors import RecipeError
 from fp8_backends.recipes.fields import VARIABLES
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.recipes.merging import accelerate_fields, code_over_launch, merged
+from fp8_backends.recipes.merging import code_over_launch, merged
 from fp8_backends.recipes.sources import Source, config_source
 
 FILE = "default_config.yaml"
@@ -40,6 +40,10 @@ def recipe(*sources: Source) -> FP8RecipeKwargs:
 
 
 # The fp8_config block
+
+
+def accelerate_fields(block, file: str) -> dict:
+    return merged([config_source(block, file)])
 
 
 @pytest.mark.parametrize(
