@@ -4,6 +4,7 @@ that are prepared, referenced, saved, loaded, unwrapped, pickled and freed."""
 from __future__ import annotations
 
 import gc
+import io
 import json
 import pickle
 import weakref
@@ -149,3 +150,28 @@ def test_a_prepared_optimizer_pickles(backend):
     loaded = pickle.loads(pickle.dumps(optimizer))
     assert type(loaded.optimizer) is type(optimizer.optimizer)
     assert_same(stock_state(loaded), stock_state(optimizer))
+
+
+def test_a_model_in_double_precision_still_reads_and_runs(backend):
+    accelerator, model, *_ = prepared(backend)
+    saved = weights_of(model)
+    if backend not in ("msamp:O2", "msamp:O3"):
+        saved = {name: value.double() for name, value in saved.items()}
+    model.double()
+    for name, value in weights_of(model).items():
+        assert torch.equal(value.double(), saved[name].double()), name
+    assert torch.isfinite(model(INPUTS.double())).all()
+
+
+def test_a_trained_model_is_saved_by_torch_and_loaded(backend):
+    """`torch.save(model.state_dict())` and `accelerator.save`, read back without our classes."""
+    accelerator, model, *_ = prepared(backend)
+    for save in (torch.save, accelerator.save):
+        file = io.BytesIO()
+        save(accelerator.get_state_dict(model), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert all(type(value) is torch.Tensor for value in loaded.values())
+        stock = mlp(seed=3)
+        stock.load_state_dict(loaded)
+        assert_same(weights_of(stock), weights_of(model))

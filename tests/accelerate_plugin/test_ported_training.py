@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from plugin_training import batches, mlp
-from ported import BACKENDS, assert_same, fresh_accelerator, plain, train, weights_of
+from ported import BACKENDS, assert_same, components, fresh_accelerator, plain, train, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -157,3 +157,23 @@ def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
         rates.append(pair.scheduler.get_last_lr()[0])
     expected = (9, 9, 8) if with_optimizer else (9, 8, 7)
     assert rates == pytest.approx([step / 1000 for step in expected])
+
+
+def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):
+    """gradient_accumulation_for_autoregressive_models.py: Accelerate knows of one step only."""
+    accelerator = fresh_accelerator(backend)
+    ours, bare = (components()[:3] for _ in range(2))
+    model, optimizer, _ = accelerator.prepare(*ours)
+    fp8_backends.prepare(*bare[:2], backend)
+    for step in range(2):
+        for x, y in batches(3, seed=step):
+            accelerator.backward(nn.functional.mse_loss(model(x), y, reduction="sum") / 768)
+            with accelerator.autocast():
+                output = bare[0](x)
+            (nn.functional.mse_loss(output.float(), y, reduction="sum") / 768).backward()
+        norms = [accelerator.clip_grad_norm_(each.parameters(), 0.01) for each in (model, bare[0])]
+        assert torch.equal(*norms) and norms[0] > 0.01
+        for each in (optimizer, bare[1]):
+            each.step()
+            each.zero_grad()
+    assert_same(weights_of(model), weights_of(bare[0]))
