@@ -39,6 +39,7 @@ from feature_setting import (
     assert_equal_everywhere,
     assert_fp8,
     assert_moved,
+    assert_trained,
     batch,
     differ_between_ranks,
     gradients,
@@ -86,9 +87,7 @@ def local_sgd(backend: str, folder: Path) -> None:
             drifted.append(ranks() > 1 and differ_between_ranks(model))
             local.step()
     assert drifted == [ranks() > 1] * 4, "steps stay at home"
-    assert_equal_everywhere(model)
-    assert_moved(model, before)
-    assert_fp8(acc.unwrap_model(model))
+    assert_trained(acc, model, before)
 
 
 def _hooked(backend: str, hook: str, bound: float, **state) -> None:
@@ -106,9 +105,7 @@ def _hooked(backend: str, hook: str, bound: float, **state) -> None:
             optimizer.zero_grad()
             acc.backward(loss_of(model, index))
         optimizer.step()
-        assert_moved(model, before)
-        assert_equal_everywhere(model)
-        assert_fp8(acc.unwrap_model(model))
+        assert_trained(acc, model, before)
     hooked, plain = found
     for name, expected in plain.items():
         assert relative_error(hooked[name], expected) <= bound, name
@@ -320,9 +317,7 @@ def eight_bit_optimizer(backend: str, folder: Path) -> None:
         before = values(model)
         for index in range(2):
             step(acc, model, optimizer, index)
-    assert_moved(model, before)
-    assert_fp8(acc.unwrap_model(model))
-    assert_equal_everywhere(model)
+    assert_trained(acc, model, before)
 
 
 def lomo(backend: str, folder: Path) -> None:
@@ -479,9 +474,7 @@ def load_then_prepare(backend: str, folder: Path) -> None:
     assert _close(_outputs(loaded), expected)
     before = values(loaded.train())
     step(acc, loaded, optimizer, 9)
-    assert_moved(loaded, before)
-    assert_equal_everywhere(loaded)
-    assert_fp8(acc.unwrap_model(loaded))
+    assert_trained(acc, loaded, before)
 
 
 def empty_weights(backend: str, folder: Path) -> None:
@@ -497,9 +490,7 @@ def empty_weights(backend: str, folder: Path) -> None:
     before = values(model)
     for index in range(2):
         step(acc, model, optimizer, index)
-    assert_moved(model, before)
-    assert_equal_everywhere(model)
-    assert_fp8(acc.unwrap_model(model))
+    assert_trained(acc, model, before)
 
 
 def pippy(backend: str, folder: Path) -> None:

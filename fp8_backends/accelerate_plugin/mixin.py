@@ -456,8 +456,8 @@ class FP8Mixin(_RunTimeClass):
         self.fp8_has_loaded = True
 
     def _scaling_in_files(self):
-        engines = self._models if uses_deepspeed(self) else ()
-        return scaling_state.in_files([*map(_innermost, self._optimizers), *engines])
+        owners = self._models if uses_deepspeed(self) else ()
+        return scaling_state.in_files([*map(_innermost, self._optimizers), *owners])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
         """Unwrap as Accelerate does. Without the FP32 wrapper the model has its original `forward`."""

@@ -174,7 +174,7 @@ class ScalingField(KwargsHandler):
         synonyms={"fp8_recipe": same},
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
-    """Scaling rule, unless the backend string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window."""
+    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
