@@ -50,8 +50,9 @@ from fp8_backends.cli import config, main  # noqa: E402
 from fp8_backends.cli.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
-from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
-from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
+from fp8_backends.recipes.handlers import from_environment  # noqa: E402
+from fp8_backends.recipes.merging import code_over_launch  # noqa: E402
+from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, environment_fields  # noqa: E402
 from fp8_backends.training import preparation  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
@@ -122,7 +123,7 @@ def run_environment(case: Case) -> None:
         names = [*variables, *map(str.upper, variables), *fields]  # variables are read in any case
         recipe = named(from_environment, (), *names, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:")
         with contextlib.suppress(FP8BackendError):
-            with_environment(FP8RecipeKwargs(backend="native:delayed"))
+            code_over_launch(FP8RecipeKwargs(backend="native:delayed"), environment_fields())
     if recipe is not None and LAUNCHED in variables:
         text = variables[LAUNCHED]
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)

@@ -21,9 +21,9 @@ from accelerate.state import AcceleratorState
 
 from ..announcement import is_main_process
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
-from ..recipes.merging import code_over_launch
-from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
+from ..recipes.handlers import FP8RecipeKwargs, Recipe, check_level_has_backend, from_environment, resolve
+from ..recipes.merging import LAUNCH, code_over_launch
+from ..recipes.sources import PREFIX, environment_fields, environment_name, is_launched, variables
 from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
 from ..words import shown
@@ -154,15 +154,14 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
 def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:
     """Return the resolved recipe for these arguments of `Accelerator` and the environment; None without FP8.
 
-    A handler overrides `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
+    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8" (argument, the running
     AcceleratorState, or `ACCELERATE_MIXED_PRECISION`); "fp8" without either means `auto`.
 
     Args:
         by_trainer: the mixed precision in a Trainer's arguments.
 
     Raises:
-        RecipeError: two FP8 handlers, one of ours without "fp8", different backends in handler and environment, or
-            different dtypes in recipe and Trainer.
+        RecipeError: two FP8 handlers, one of ours without "fp8", or different dtypes in recipe and Trainer.
     """
     precision = _precision(arguments)
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
@@ -237,28 +236,23 @@ def _backend_in_environment() -> str | None:
     return next((text for text in texts if text and text.upper() != "NO"), None)
 
 
-def _completed(handler: Any) -> Recipe:
-    """Complete the handler's recipe from the environment; Accelerate's own handlers have read it already. The handler
-    overrides `fp8-backends launch`, with a warning."""
-    if is_launched():
-        try:
-            recipe, warning = code_over_launch(handler, environment_fields())
-        except RecipeError as error:
-            name = type(handler).__name__
-            raise RecipeError(f"{name} in the script, with {LAUNCHED} in the environment: {error}") from None
-        if warning is not None and is_main_process():
-            logger.warning("%s", warning)
-        return recipe
-    named = _backend_in_environment()
-    recipe = handler if isinstance(handler, Recipe) else resolve(handler)
-    if named is not None and recipe.compute == AUTO:
-        recipe = FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": named})
-    elif named is not None and resolve(named).compute != recipe.compute:
-        raise RecipeError(
-            f"{type(handler).__name__} means {recipe.name}, ACCELERATE_FP8_BACKEND={named} another backend: "
-            "remove one of the two"
-        )
-    return with_environment(recipe) if isinstance(handler, Recipe) else recipe
+def _completed(handler: Any) -> Any:
+    """Complete the handler from the launch or the environment. The handler overrides both, with a warning."""
+    try:
+        fields = environment_fields()
+        if not is_launched() and isinstance(handler, Recipe):
+            check_level_has_backend(fields, f"{fields.get('backend', '')} {handler.name}")
+        elif not is_launched():  # Accelerate's handlers have read the other variables
+            fields = {name: fields[name] for name in fields.keys() & {"backend"}}
+        if not fields:
+            return handler
+        recipe, warning = code_over_launch(handler, fields, LAUNCH if is_launched() else environment_name())
+    except RecipeError as error:
+        name = type(handler).__name__
+        raise RecipeError(f"{name} in the script, with {environment_name()} in the environment: {error}") from None
+    if warning is not None and is_main_process():
+        logger.warning("%s", warning)
+    return recipe
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:

@@ -398,33 +398,14 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     try:
         asked = environment_fields(environ)
         if not is_launched(environ):
-            _check_level_has_backend(asked, asked.get("backend", AUTO))
+            check_level_has_backend(asked, asked.get("backend", AUTO))
         return FP8RecipeKwargs(**asked) if asked else None
     except RecipeError as error:
         raise RecipeError(f"{environment_name(environ)} in the environment: {error}") from None
 
 
-def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -> Recipe:
-    """Complete the recipe from `ACCELERATE_FP8_*`, as Accelerate completes its handlers, except for the backend.
-
-    Raises `RecipeError` if a field has another value there.
-    """
-    try:
-        asked = environment_fields(environ)
-        asked.pop("backend", None)
-        _check_level_has_backend(asked, recipe.name)
-        for name, value in asked.items():
-            value = scaling_name(recipe.compute, value, f"scaling={shown(value)}") if name == "scaling" else value
-            if name in recipe.given and getattr(recipe, name) != value:
-                raise RecipeError(
-                    f"{name} is {shown(value)} there and {shown(getattr(recipe, name))} in {recipe}: remove one"
-                )
-        return recipe.replace(**asked) if asked else recipe
-    except RecipeError as error:
-        raise RecipeError(f"ACCELERATE_FP8_* in the environment: {error}") from None
-
-
-def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
+def check_level_has_backend(asked: Mapping[str, Any], backend: str) -> None:
+    """Refuse `ACCELERATE_FP8_OPT_LEVEL` without a backend that names msamp: Accelerate's launcher always exports it."""
     if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
         level = shortened(asked["opt_level"])
         raise RecipeError(

@@ -15,7 +15,7 @@ from ..words import shown
 from .fields import NAMING
 from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs, refusal_of
 from .sources import Source, foreign_fields
-from .strings import AUTO, BackendName, parse_backend
+from .strings import AUTO, BackendName, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
@@ -100,13 +100,17 @@ def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
 # Code over launch
 
 
-def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> tuple[Recipe, str | None]:
-    """Merge a handler with the fields of `fp8-backends launch`; a handler with another backend ignores the launch.
+LAUNCH = "fp8-backends launch"
+
+
+def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH) -> tuple[Recipe, str | None]:
+    """Merge a handler with the fields of a launch or of the environment; a handler with another backend ignores them.
 
     Args:
         handler: a recipe, of this package or Accelerate's. A value equal to Accelerate's default counts as not given
             in Accelerate's handlers, which fill in every field.
         launched: fields of `FP8RecipeKwargs`.
+        origin: their source, for messages.
 
     Returns:
         The recipe, and a warning in one line if the script overrides the launch.
@@ -114,19 +118,22 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> tuple[Recipe,
     name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
     launch_recipe = FP8RecipeKwargs(**launched)
     if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):
-        warning = f"{name} in the script means {recipe.name}, fp8-backends launch said {_written(launched)}: "
+        warning = f"{name} in the script means {recipe.name}, {origin} said {_written(launched)}: "
         return recipe, warning + "the script's recipe is used, and alone"
     fields = {key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)}
     if launch_recipe.compute == AUTO != recipe.compute:
         fields.setdefault("backend", type(recipe).backend_name)
     code = Source(fields, {key: f"{key} of {name} in the script" for key in fields})
-    launch = Source(launched, {key: f"{key} of fp8-backends launch" for key in launched})
+    launch = Source(launched, {key: f"{key} of {origin}" for key in launched})
     both = (fields.keys() & launched.keys()) - {"backend"}
-    overridden = {key: launched[key] for key in sorted(both) if launch_recipe.__dict__[key] != fields[key]}
+    values = dict(launch_recipe.__dict__)
+    if "scaling" in both:
+        values["scaling"] = scaling_name(recipe.compute, values["scaling"], f"scaling of {origin}")
+    overridden = {key: launched[key] for key in sorted(both) if values[key] != fields[key]}
     warning = None
     if overridden:
         warning = (
-            f"{name} in the script says {_written({key: fields[key] for key in overridden})}, fp8-backends launch said "
+            f"{name} in the script says {_written({key: fields[key] for key in overridden})}, {origin} said "
             f"{_written(overridden)}: the script's value is used"
         )
     return FP8RecipeKwargs(**merged([code, launch])), warning

@@ -182,12 +182,6 @@ def test_a_recipe_without_fp8_is_refused(precision):
         Accelerator(mixed_precision=precision, kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
 
 
-def test_handler_and_environment_that_disagree_are_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    with pytest.raises(RecipeError, match="ACCELERATE_FP8_BACKEND=ao"):
-        Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
-
-
 def test_accelerates_own_checks_are_off_only_during_the_call():
     before = accelerate.state.is_fp8_available, accelerate.state.check_cuda_fp8_capability
     Accelerator(mixed_precision="fp8")

@@ -241,3 +241,44 @@ def test_a_handler_over_a_launch_that_cannot_be_read_is_named(monkeypatch):
     arguments = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.NativeRecipeKwargs()]}
     with pytest.raises(RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"):
         asked_recipe(arguments)
+
+
+# Code over the environment
+
+
+@pytest.mark.parametrize(
+    ("handler", "variables", "name", "fields", "warning"),
+    [
+        (fp8_backends.TERecipeKwargs(margin=2), {"BACKEND": "te", "AMAX_HISTORY_LEN": "16"}, "te:delayed", (2, 16), ""),
+        (fp8_backends.TERecipeKwargs(margin=2), {"MARGIN": "3"}, "te:delayed", (2, 1024), "margin=2, ACCELERATE_FP8_"),
+        (fp8_backends.NativeRecipeKwargs(), {"BACKEND": "ao"}, "native:dynamic", (0, 1024), "said backend='ao'"),
+        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "native"}, "ao:tensorwise", (0, 1024), "said backend='native'"),
+        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "AO", "MARGIN": "1"}, "ao:tensorwise", (0, 1024), ""),
+        (fp8_backends.FP8RecipeKwargs(margin=1), {"BACKEND": "native:delayed"}, "native:delayed", (1, 1024), ""),
+        (fp8_backends.FP8RecipeKwargs("native:dynamic"), {"SCALING": "current"}, "native:dynamic", (0, 1024), ""),
+        (fp8_backends.MSAMPRecipeKwargs(), {"OPT_LEVEL": "O1"}, "msamp:O1", (0, 1024), ""),
+    ],
+)
+def test_a_handler_overrides_the_environment_with_a_warning(
+    handler, variables, name, fields, warning, monkeypatch, caplog
+):
+    for variable, text in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
+    recipe = asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})
+    assert (recipe.name, (recipe.margin, recipe.amax_history_len)) == (name, fields)
+    said = "\n".join(message for message in caplog.messages if "in the script" in message)
+    assert warning in said and bool(warning) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("handler", "variables", "said"),
+    [
+        (fp8_backends.AORecipeKwargs(), {"MARGIN": "3"}, "AORecipeKwargs in the script.*margin is not read by ao"),
+        (fp8_backends.TERecipeKwargs(), {"OPT_LEVEL": "O1"}, "OPT_LEVEL=O1 selects no level by itself"),
+    ],
+)
+def test_variables_that_do_not_suit_a_handler_are_refused(handler, variables, said, monkeypatch):
+    for variable, text in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
+    with pytest.raises(RecipeError, match=said):
+        asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})
