@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState
 
 from ..announcement import is_main_process
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import FP8RecipeKwargs, Recipe, check_level_has_backend, from_environment, resolve
+from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolve
 from ..recipes.merging import LAUNCH, code_over_launch
 from ..recipes.sources import PREFIX, environment_fields, environment_name, is_launched, variables
 from ..recipes.strings import names_backend
@@ -240,9 +240,7 @@ def _completed(handler: Any) -> Any:
     """Complete the handler from the launch or the environment. The handler overrides both, with a warning."""
     try:
         fields = environment_fields()
-        if not is_launched() and isinstance(handler, Recipe):
-            check_level_has_backend(fields, f"{fields.get('backend', '')} {handler.name}")
-        elif not is_launched():  # Accelerate's handlers have read the other variables
+        if not is_launched() and not isinstance(handler, Recipe):  # Accelerate's have read the other variables
             fields = {name: fields[name] for name in fields.keys() & {"backend"}}
         if not fields:
             return handler

@@ -398,13 +398,13 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     try:
         asked = environment_fields(environ)
         if not is_launched(environ):
-            check_level_has_backend(asked, asked.get("backend", AUTO))
+            _check_level_has_backend(asked, asked.get("backend", AUTO))
         return FP8RecipeKwargs(**asked) if asked else None
     except RecipeError as error:
         raise RecipeError(f"{environment_name(environ)} in the environment: {error}") from None
 
 
-def check_level_has_backend(asked: Mapping[str, Any], backend: str) -> None:
+def _check_level_has_backend(asked: Mapping[str, Any], backend: str) -> None:
     """Refuse `ACCELERATE_FP8_OPT_LEVEL` without a backend that names msamp: Accelerate's launcher always exports it."""
     if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
         level = shortened(asked["opt_level"])

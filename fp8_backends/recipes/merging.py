@@ -124,7 +124,8 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LA
     if launch_recipe.compute == AUTO != recipe.compute:
         fields.setdefault("backend", type(recipe).backend_name)
     code = Source(fields, {key: f"{key} of {name} in the script" for key in fields})
-    launch = Source(launched, {key: f"{key} of {origin}" for key in launched})
+    places = {key: f"{key} of {origin}" for key in launched}
+    launch = Source(launched, places, selects_levels=origin == LAUNCH)
     both = (fields.keys() & launched.keys()) - {"backend"}
     values = dict(launch_recipe.__dict__)
     if "scaling" in both:
