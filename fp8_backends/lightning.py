@@ -1,6 +1,6 @@
 """FP8 for Lightning's Trainer: `Trainer(plugins=[FP8Precision("native:dynamic")])`.
 
-Importing this module imports Lightning, on which nothing else of this package depends.
+Only this module imports Lightning.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
 from .errors import RecipeError
-from .recipes.handlers import resolve
-from .recipes.specs import Spec
+from .recipes.handlers import Spec, resolve
 from .training import preparation, rules
 
 
 class FP8Precision(Precision):
     """Lightning's precision plugin for an FP8 backend, on one device or under the DDP strategy.
 
-    The LightningModule is converted before its optimizers are made, and the first step states the proof. Around FP8
-    runs the recipe's `autocast_dtype`; where it was not given, bf16, and FP32 on a CPU that multiplies no bf16.
-    Lightning's checkpoints hold the scaling states with those of the optimizers.
+    Converts the LightningModule before Lightning creates optimizers, and logs the proof at the first step. The recipe's
+    `autocast_dtype` runs around FP8: by default bf16, or FP32 on a CPU without bf16 products. Lightning's checkpoints
+    hold the scaling states in the optimizer states.
 
     Args:
-        spec: what `fp8_backends.resolve` takes: a backend string, a recipe, a dict; None picks for this machine.
+        spec: a backend string, a recipe, a dict, as in `fp8_backends.resolve`; None picks for this machine.
 
     Raises:
         RecipeError: the recipe cannot be honoured, here or (later) with an argument of the Trainer.
@@ -53,7 +52,7 @@ class FP8Precision(Precision):
         self.precision = "bf16-mixed" if self.autocast_dtype == "bf16" else "32-true"
 
     def convert_module(self, module: LightningModule) -> LightningModule:
-        """Convert the layers of the module in place. Raises where the Trainer has what the recipe does not go with."""
+        """Convert the layers of the module in place. Raises `RecipeError` if the Trainer contradicts the recipe."""
         trainer = module.trainer
         setup = rules.Setup(
             self.recipe,
@@ -71,7 +70,7 @@ class FP8Precision(Precision):
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
-        """Let the optimizers train the converted model, in whatever wrapper it is now."""
+        """Let the optimizers train the converted model, in any wrapper."""
         if optimizers:
             preparation.check_trains([model], optimizers, self.recipe)
         preparation.connect_ranks(model, self.recipe)
@@ -89,13 +88,13 @@ class FP8Precision(Precision):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Make a step with the gradients of `closure`, which runs before the optimizer's hooks look at gradients."""
+        """Step after running `closure`: the optimizer's hooks read gradients before it would run its own closure."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RecipeError(f"{self.recipe.name}: LBFGS runs backward inside its steps; use another optimizer")
         result = closure()
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
-            return None  # `training_step` has left this batch out
+            return None  # `training_step` skipped this batch
         optimizer.step(**kwargs)
         return result
 

@@ -134,3 +134,10 @@ def assert_fp8(model: nn.Module, layers: int = LAYERS) -> None:
     products = fp8_backends.audit(model).products
     ran = [name for name, counts in products.items() if counts["fprop"] and counts["wgrad"]]
     assert len(ran) == layers, products
+
+
+def assert_trained(acc: Accelerator, model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Every parameter moved, by FP8 products, alike on all processes."""
+    assert_moved(model, before)
+    assert_equal_everywhere(model)
+    assert_fp8(acc.unwrap_model(model))

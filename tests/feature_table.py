@@ -57,8 +57,8 @@ _STATE_DICT_NOTE = (
 
 _HOOK_NOTE = (
     "Gradients of scaled weights go round DDP's hooks, in E4M3: leave the hook out. Hooks are members of "
-    "``DDPCommunicationHookType``: of a string Accelerate 1.15 makes none. PyTorch has BF16 and BATCHED_POWER_SGD on "
-    "GPUs only: there they are not tested, and on CPUs they fail as they do without FP8"
+    "``DDPCommunicationHookType``: of a string Accelerate 1.15 makes none. BF16 and BATCHED_POWER_SGD are not tested: "
+    "PyTorch has them on GPUs only"
 )
 _JOIN_NOTE = (
     "At O3 under DDP a rank without inputs would make no steps of the weights that it owns: "
@@ -78,9 +78,7 @@ FEATURES = (
         refused_on_several=_SHARED_OUT,
     ),
     Feature("``comm_hook`` FP16", "comm_hook_fp16", _HOOK_NOTE, refused_on_several=_HOOK),
-    Feature("``comm_hook`` BF16", "comm_hook_bf16", _HOOK_NOTE, refused_on_several=_HOOK),
     Feature("``comm_hook`` POWER_SGD", "comm_hook_power_sgd", _HOOK_NOTE, refused_on_several=_HOOK),
-    Feature("``comm_hook`` BATCHED_POWER_SGD", "comm_hook_batched_power_sgd", _HOOK_NOTE, refused_on_several=_HOOK),
     Feature("``join_uneven_inputs``", "join_uneven_inputs", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
     Feature("``Join`` of PyTorch", "join", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
     Feature("``trigger_sync_in_backward``", "trigger_sync"),

@@ -231,8 +231,8 @@ def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
 
 
 UNCHECKED = """
-from fp8_backends.accelerate_plugin import whole_checkpoints
-whole_checkpoints.checked = lambda folder: True
+from fp8_backends.accelerate_plugin import checkpoints
+checkpoints.checked = lambda folder: True
 """
 
 

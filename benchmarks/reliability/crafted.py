@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends.accelerate_plugin import checkpoint  # noqa: E402
+from fp8_backends.accelerate_plugin import checkpoints  # noqa: E402
 from fp8_backends.numerics import scaled_tensor  # noqa: E402
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
 from fp8_backends.training.conversion import prepared_roots  # noqa: E402
@@ -508,7 +508,7 @@ def cost(backend: str, width: int = 2048, layers: int = 8) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run.accelerator.save_state(folder)
         functions = {
-            "look": lambda: checkpoint._check_optimizer_files(run.accelerator, Path(folder)),
+            "look": lambda: checkpoints._check_optimizer_files(run.accelerator, Path(folder)),
             "load_state": lambda: run.accelerator.load_state(folder),
         }
         seconds = interleaved(functions, runs=5, warmup=1)

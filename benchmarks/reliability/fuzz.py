@@ -45,13 +45,14 @@ from measuring import cpu_features, table, write_json  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve  # noqa: E402
-from fp8_backends.accelerate_plugin import launch, launch_flags  # noqa: E402
+from fp8_backends.accelerate_plugin import launch  # noqa: E402
 from fp8_backends.cli import config, main  # noqa: E402
 from fp8_backends.cli.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
-from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
-from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
+from fp8_backends.recipes.handlers import from_environment  # noqa: E402
+from fp8_backends.recipes.merging import code_over_launch  # noqa: E402
+from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, environment_fields  # noqa: E402
 from fp8_backends.training import preparation  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
@@ -114,7 +115,7 @@ def run_environment(case: Case) -> None:
     variables = case["variables"]
     with changed_environment(variables):
         if LAUNCHED not in variables and not any(name.upper().startswith(PREFIX) for name in variables):
-            args = launch_flags.parse(["--cpu", "--num_processes", "2", __file__])
+            args = launch.parse(["--cpu", "--num_processes", "2", __file__])
             configuration = launch._Configuration()
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
@@ -122,7 +123,7 @@ def run_environment(case: Case) -> None:
         names = [*variables, *map(str.upper, variables), *fields]  # variables are read in any case
         recipe = named(from_environment, (), *names, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:")
         with contextlib.suppress(FP8BackendError):
-            with_environment(FP8RecipeKwargs(backend="native:delayed"))
+            code_over_launch(FP8RecipeKwargs(backend="native:delayed"), environment_fields())
     if recipe is not None and LAUNCHED in variables:
         text = variables[LAUNCHED]
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
@@ -144,7 +145,7 @@ def run_files(case: Case) -> None:
         status, out, error = run_command(["config", str(path), *case["arguments"]])
         if status == 2 and path.name not in error and not case["arguments"]:
             raise Unclear(f"does not name the file: {error[-300:]}")
-        arguments = launch_flags.parse(["--config_file", str(path), __file__])
+        arguments = launch.parse(["--config_file", str(path), __file__])
         fields: dict[str, Any] = {}
         try:
             fields = launch.recipe_fields(arguments, launch._configuration(arguments, accelerate_launch))

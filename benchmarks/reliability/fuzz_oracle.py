@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve
-from fp8_backends.accelerate_plugin import launch_flags
+from fp8_backends.accelerate_plugin import launch
 from fp8_backends.cli.config.training_config import given_fields, yaml_fields
 from fp8_backends.recipes.fields import FIELDS, NAMING
 from fp8_backends.recipes.handlers import Recipe, from_environment
-from fp8_backends.recipes.merging import accelerate_fields
-from fp8_backends.recipes.sources import LAUNCHED, PREFIX
+from fp8_backends.recipes.merging import merged
+from fp8_backends.recipes.sources import LAUNCHED, PREFIX, config_source
 
 _TRUE, _FALSE = {"true", "1", "yes", "y", "on", "t"}, {"false", "0", "no", "n", "off", "f"}
 BACKENDS = {
@@ -112,9 +112,9 @@ def check_round_trips(recipe: Recipe) -> None:
             "worker": lambda: from_environment({LAUNCHED: json.dumps(fields)}),
             "environment": lambda: from_environment(variables),
             "file": lambda: FP8RecipeKwargs(
-                **accelerate_fields(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")
+                **merged([config_source(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")])
             ),
-            "flags": lambda: FP8RecipeKwargs(**launch_flags.recipe_flags(launch_flags.parse(flags)).fields),
+            "flags": lambda: FP8RecipeKwargs(**launch.recipe_flags(launch.parse(flags)).fields),
         }
     for name, make in again.items():
         try:

@@ -1,8 +1,7 @@
-"""The connection to Hugging Face Accelerate: stock `Accelerator(mixed_precision="fp8")` trains with our backends.
+"""Connect this package to Hugging Face Accelerate: stock `Accelerator(mixed_precision="fp8")` trains with our backends.
 
-`plugin.py` patches `Accelerator.__init__`, once; `mixin.py` is the class of an Accelerator that trains in FP8;
-`checkpoint.py` carries the scaling state through `save_state` and `load_state`; `whole_checkpoints.py` makes their
-checkpoints whole or not there.
+`plugin.py` patches `Accelerator.__init__`, once; `mixin.py` is the class of an Accelerator in FP8; `engines.py` adapts
+FSDP2, tensor parallelism and DeepSpeed; `checkpoints.py` makes checkpoints whole or absent, with scaling states.
 """
 
 from .plugin import connect

@@ -1,13 +1,9 @@
-"""Who builds an Accelerator, where that says something about FP8 which no argument says. It is read off the functions
-that are running (`_frames`); docs/patches.rst says which other ways were tried.
+"""Find the caller that builds an Accelerator, if it implies something about FP8 that no argument says.
 
-**A transformers `Trainer`.** `TrainingArguments` has no field for FP8. Its `mixed_precision` is that of the environment
-until `bf16=True`, which TRL sets by default, or `fp16=True` takes its place: an FP8 launch would train in bf16, and
-nobody would say so. These flags tell of the precision around FP8, and so they are read here. An Accelerator that a
-script builds itself is another matter: its `mixed_precision` is an argument that somebody wrote there.
-
-**A function under `notebook_launcher`.** It takes `mixed_precision`, and leaves it in a variable that nothing reads
-(`MIXED_PRECISION`), or nowhere: `Accelerator()` inside would train in FP32.
+The running functions are searched (`_frames`); docs/patches.rst lists the alternatives. `TrainingArguments` has no
+field for FP8: its `mixed_precision` is the environment's until `bf16=True` (TRL's default) or `fp16=True` replaces it,
+so an FP8 launch would silently train in bf16. Here these flags mean the precision around FP8. `notebook_launcher`
+stores its `mixed_precision` where `Accelerator()` does not read it, and would train in FP32.
 """
 
 from __future__ import annotations
@@ -26,12 +22,11 @@ from ..recipes.precision_plan import plan
 
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
-    """The mixed precision that a Trainer hands on from its TrainingArguments to the Accelerator that is being built;
-    None where the value comes from elsewhere.
+    """Return the mixed precision that a Trainer passes from its TrainingArguments to an Accelerator, else None.
 
-    A Trainer is known by being the first argument of a function that is running: subclasses build Accelerators in
-    methods of their own (TRL, sentence-transformers), and Axolotl in a function that it compiles from the text of
-    Trainer's, so neither module nor function name can be relied on. Its own argument is known by its value.
+    A Trainer is found as the first argument of a running function: subclasses build Accelerators in their own methods
+    (TRL, sentence-transformers), and Axolotl in a function compiled from Trainer's source, so neither module nor
+    function name is reliable. Its own argument is found by value.
     """
     given = arguments.get("mixed_precision")
     if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
@@ -40,7 +35,7 @@ def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The functions that run in this thread, the innermost first."""
+    """Yield the running functions of this thread, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame
@@ -48,7 +43,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def running_trainer() -> Any:
-    """The Trainer that is nearest in the stack, if any."""
+    """Return the nearest Trainer in the stack, if any."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is None:
         return None
@@ -57,8 +52,7 @@ def running_trainer() -> Any:
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """`with_whole_states`, where a Trainer trains under DDP: it saves the optimizer on rank 0 alone, which has only its
-    own part of sharded states."""
+    """Return `with_whole_states` for a Trainer under DDP: only its rank 0 saves the optimizer, with its own shard."""
     whole = with_whole_states(recipe)
     if whole is recipe or not wraps_in_ddp or running_trainer() is None:
         return recipe
@@ -70,17 +64,16 @@ def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
 
 
 def with_whole_states(recipe: Recipe) -> Recipe:
-    """The recipe with the states of O3 and O4 whole on every rank. A `shard_states` that was given stays."""
+    """Turn sharding of states at O3 and O4 off, unless `shard_states` was given."""
     if not recipe.shares_states or "shard_states" in recipe.given:
         return recipe
-    return type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
+    return recipe.replace(shard_states=False)
 
 
 def precision_of_notebook() -> str | None:
-    """`mixed_precision` as `notebook_launcher` was given it; None outside of one.
+    """Return the `mixed_precision` of a running `notebook_launcher`, else None.
 
-    Its processes are forks and have its call in their stack. Those that are spawned, on other devices than CPU and
-    CUDA, have not.
+    Its forked processes have its call in their stack; spawned ones, on devices other than CPU and CUDA, do not.
     """
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
     code = getattr(launcher, "__code__", None)
@@ -89,10 +82,10 @@ def precision_of_notebook() -> str | None:
 
 
 def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:
-    """The recipe, with the precision around FP8 that `bf16=True` or `fp16=True` in TrainingArguments ask for.
+    """Apply `bf16=True` or `fp16=True` in TrainingArguments as the precision around FP8.
 
     Raises:
-        RecipeError: the recipe's `autocast_dtype` says otherwise, or an engine is in use that has bf16 around FP8.
+        RecipeError: the recipe's `autocast_dtype` contradicts it, or the engine only supports bf16 around FP8.
     """
     if precision not in ("bf16", "fp16"):
         return recipe
@@ -102,7 +95,7 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
             f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
             f"unless they are told otherwise)"
         )
-    for engine in ("DeepSpeed", "FSDP"):  # they shard the model, and set the precision by their own configuration
+    for engine in ("DeepSpeed", "FSDP"):  # they shard the model, and configure the precision themselves
         by_launcher = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
         if by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None:
             if precision == "bf16":
@@ -110,4 +103,4 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
             raise RecipeError(
                 f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead"
             )
-    return type(recipe)(**{**recipe.to_kwargs(), "autocast_dtype": precision})
+    return recipe.replace(autocast_dtype=precision)

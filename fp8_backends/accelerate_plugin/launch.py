@@ -1,16 +1,15 @@
-"""`fp8-backends launch`: Accelerate's launcher, with every backend string and field, for scripts as they are.
+"""`fp8-backends launch`: run Accelerate's launcher with every backend string and field, for unmodified scripts.
 
-Accelerate's own parser and launcher functions run in this process, as they are. What flags, configuration file and
-environment say about FP8 is merged into one recipe and checked here. The workers find it in `FP8_BACKENDS_RECIPE`, and
-what they run is `worker.py`, which connects this package and then runs the script. Accelerate's launcher is told of no
-mixed precision: for "fp8" it asks for three libraries that few backends need. The worker sets "fp8" in its place. What
-cannot run is refused here, where the workers run on this machine, and by the worker's `Accelerator` elsewhere.
+Accelerate's parser and launcher functions run in this process. Flags, configuration file and environment are merged
+into one recipe, which is checked here and passed to the workers in `FP8_BACKENDS_RECIPE`. A worker runs `worker.py`,
+which connects this package, sets mixed precision "fp8" and runs the script. Accelerate's launcher sees no mixed
+precision: for "fp8" it requires three libraries that few backends need. Arguments after the script belong to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import difflib
 import json
 import logging
 import os
@@ -21,23 +20,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-import accelerate
 import torch
 
-from ..compute.fields import flag, whole_number
+from ..compute.fields import Field, Variable, flag, whole_number
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..recipes.fields import FIELDS, help_of, registered_fields
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
-from ..recipes.reading import read_file
-from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
+from ..recipes.sources import (
+    LAUNCHED,
+    PREFIX,
+    Source,
+    add_field,
+    config_source,
+    environment_fields,
+    environment_name,
+    is_launched,
+    read_file,
+    unknown_variable,
+)
 from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
 from ..training.rules import RULES
 from ..words import shortened, shown
-from .launch_flags import parse, recipe_flags
-from .plugin import is_disabled
+from .plugin import incompatibilities, is_disabled, refuse_mismatches
 
 logger = logging.getLogger("fp8_backends")
 
@@ -50,11 +58,11 @@ _NEEDED_PARAMETERS = {
     "multi_gpu_launcher": ("args",),
     "load_config_from_file": ("config_file",),
 }
-"""Functions of `accelerate.commands.launch` that are called here."""
+"""Functions of `accelerate.commands.launch` that this file calls."""
 
 
 class _Configuration(NamedTuple):
-    """A configuration file of Accelerate; empty where there is none."""
+    """A configuration file of Accelerate, possibly absent."""
 
     path: str = ""
     values: Any = argparse.Namespace()
@@ -65,15 +73,15 @@ class _Configuration(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Launch as `accelerate launch` would with these arguments, in FP8. Returns the script's exit code.
+    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code.
 
-    Raises `FP8BackendError`, before any process starts, for what cannot be done as asked.
+    Raises `FP8BackendError`, before any process starts, for an invalid or unsupported request.
     """
     if is_disabled():
         raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
     from accelerate.commands import launch as commands
 
-    _check_accelerate(commands)
+    refuse_mismatches(incompatibilities(commands, _NEEDED_PARAMETERS))
     args = parse(arguments)
     config = _configuration(args, commands)
     _check_precision(args, config)
@@ -83,41 +91,127 @@ def run(arguments: Sequence[str]) -> int:
     return _launch(args, config, fields, commands)
 
 
-# What is asked for
+# Flags
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Show each flag in one of its two spellings."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        action.option_strings = [spelling for spelling in action.option_strings if "-" not in spelling[2:]]
+        super().add_argument(action)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments with Accelerate's parser, recipe fields as text. `nondefault` names the given ones.
+
+    Raises `FP8BackendError` in one line for an invalid argument; for an unknown flag with the nearest valid one.
+    """
+    parser = launch_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        _refuse_unknown(word.partition("=")[0], parser)
+    args.nondefault = getattr(args, "nondefault", set())
+    if names_backend(args.mixed_precision) and "fp8_backend" not in args.nondefault:
+        args.fp8_backend, args.mixed_precision = args.mixed_precision, "fp8"
+        args.nondefault.add("fp8_backend")
+    return args
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    """Return Accelerate's parser with our fields. The recipe checks the values."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.prog, parser.formatter_class, parser.error = "fp8-backends launch", _Formatter, _refuse
+    parser.description = (
+        "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of a recipe. "
+        "Code overrides flags, flags override the configuration file, and that overrides the environment."
+    )
+    parser._option_string_actions["--mixed_precision"].choices = None  # a backend string is valid, too
+    group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
+    for name, (field, _) in _flags().items():
+        values = f" ({field.values_and_default})" if field.values_and_default else ""
+        text = f"{help_of(field).rstrip('.')}{values}".replace("%", "%%")
+        action = parser._option_string_actions.get(f"--{name}")
+        if action is None:
+            group.add_argument(f"--{name}", default=None, help=text)
+        else:
+            action.choices = action.type = action.default = None
+            action.help, action.metavar = text, None if action.nargs == 0 else field.name.upper()
+    return parser
+
+
+def _flags() -> dict[str, tuple[Field, Variable]]:
+    """Map flags to the fields with a text form, also of registered backends."""
+    fields = (*FIELDS.values(), *registered_fields().values())
+    pairs = [(field, variable) for field in fields for variable in field.variables]
+    return {
+        f"fp8_{variable.suffix.lower()}": (field, variable)
+        for field, variable in pairs
+        if variable.suffix == field.own_suffix or variable.reads
+    }
+
+
+def recipe_flags(args: argparse.Namespace) -> Source:
+    """Read the recipe fields in the flags. A flag at its default value counts as given."""
+    fields, places = {}, {}
+    for name, match in _flags().items():
+        if name in args.nondefault:
+            value = getattr(args, name)
+            add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
+    return Source(fields, places)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise FP8BackendError(f"{shortened(message, 1000)} (see fp8-backends launch --help)")
+
+
+def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
+    name = flag.lstrip("-").replace("-", "_").lower()
+    if name.startswith("fp8_"):
+        suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
+        suffix = name.removeprefix("fp8_").upper()
+        raise unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
+    near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    _refuse(f"unknown flag {flag}{hint}")
+
+
+# The request
 
 
 def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str, Any]:
-    """The fields of `FP8RecipeKwargs` that flags, configuration file and environment say together, in this order."""
+    """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the strongest first."""
     in_file = config_source(config.get("fp8_config"), config.path)
-    if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # what `accelerate config` recommends, for FSDP2
+    if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # `accelerate config` recommends it for FSDP2
         in_file = in_file._replace(fields={name: v for name, v in in_file.fields.items() if name != _GATHER})
     return merged([recipe_flags(args), in_file, _environment()])
 
 
 def _environment() -> Source:
-    """The fields that the environment gives."""
     name = environment_name()
     try:
         fields = environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    sources = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
-    return Source(fields, sources, selects_levels=is_launched())
+    places = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
+    return Source(fields, places, selects_levels=is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
-    """The file that Accelerate will read: the one that is named, else the user's default one, but not with --cpu."""
+    """Read the file that Accelerate will read: the given one, else the user's default one, but not with --cpu."""
     default = commands.default_config_file
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
-    read_file(path)  # Accelerate's reader accepts a key that appears twice
+    read_file(path)  # Accelerate's reader accepts a repeated key
     try:
         values = commands.load_config_from_file(path)
-    except Exception as error:  # whatever the file makes of Accelerate's reader
+    except Exception as error:  # Accelerate's reader may raise anything
         raise FP8BackendError(f"{path} is no configuration file of Accelerate: {_one_line(error)}") from error
     kind = getattr(values, "distributed_type", None)
-    if kind is not None and not isinstance(kind, Enum):  # Accelerate reads text alone
+    if kind is not None and not isinstance(kind, Enum):  # Accelerate reads only text
         raise FP8BackendError(f"{path}: distributed_type={shown(kind)} must be a word such as NO, MULTI_GPU, FSDP")
     if names_backend(values.mixed_precision) and "backend" not in (values.fp8_config or {}):
         values.fp8_config = {**(values.fp8_config or {}), "backend": values.mixed_precision}
@@ -126,7 +220,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
 
 
 def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
-    """Refuse a flag for another precision, and warn of a configuration file's, which other commands read too."""
+    """Refuse another precision as a flag; warn of one in the configuration file, which other commands read, too."""
     if args.mixed_precision not in (None, "fp8"):
         raise FP8BackendError(
             f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag out (around FP8 "
@@ -138,20 +232,18 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
 
 
 _REFUSED = {"tpu": ("tpu", "XLA"), "megatron": ("use_megatron_lm", "MEGATRON_LM")}
-"""Rules, each with the flag and the `distributed_type` to which it applies."""
+"""Rules, each with its flag and `distributed_type`."""
 
 
 def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
-    """Raise `FP8BackendError` for a launcher that cannot train in FP8 here, and for a script that is not there."""
+    """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises `FP8BackendError`."""
     if "sagemaker" in str(config.get("compute_environment")).lower():
         raise FP8BackendError(
             f"{config.path} is for Amazon SageMaker, which starts the script by itself: put "
             "`import fp8_backends` into the script, and use accelerate launch"
         )
     if args.no_python:
-        raise FP8BackendError(
-            "--no_python: what is no Python script cannot be connected to this package; leave the flag out"
-        )
+        raise FP8BackendError("--no_python: only Python scripts can be connected to this package; leave the flag out")
     for rule, (flag_name, kind) in _REFUSED.items():
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
             reason, fix = RULES[rule].reason, RULES[rule].fix
@@ -168,8 +260,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
 
 
 def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configuration) -> None:
-    """Raise `BackendUnavailableError` where the recipe cannot run on the machine that trains. Where that may be another
-    one, or some of the GPUs here, its workers decide, and a warning says what is missing here."""
+    """Raise `BackendUnavailableError` if the recipe cannot run here; warn if another machine or GPU may train."""
     if recipe.compute == AUTO:
         return
     try:
@@ -182,7 +273,7 @@ def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configurat
 
 
 def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
-    """The configuration file's distributed type; empty where a flag names another, or there is none."""
+    """Return the configuration file's distributed type; empty if a flag overrides it, or without one."""
     flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
     kind = config.get("distributed_type")
     return "" if any(flags) or kind is None else str(kind.value)
@@ -197,22 +288,30 @@ def _uses_gpus(args: argparse.Namespace, config: _Configuration) -> bool:
     return args.multi_gpu or (kind.startswith("MULTI_") and kind != "MULTI_CPU")
 
 
+def _uses_deepspeed(args: argparse.Namespace, config: _Configuration) -> bool:
+    return args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED"
+
+
 def _has_device() -> bool:
     return torch.accelerator.is_available()
 
 
+_STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+"""Variables in which Accelerate finds the number of ranks that another launcher has started."""
+
+
 def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
-    """Whether several processes on the CPU are asked for, and nobody starts them. Accelerate leaves that to mpirun, and
-    without it trains in one process."""
-    asked = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
-    elsewhere = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED" or _uses_fsdp(args, config)
+    """Return True if several CPU processes are requested and no launcher starts them. Accelerate leaves that to mpirun,
+    and without it trains in one process."""
+    count = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
+    elsewhere = _uses_deepspeed(args, config) or _uses_fsdp(args, config)
     on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
     started = any(_variable(name, whole_number(), 1) > 1 for name in _STARTED_RANKS)
-    return (args.cpu or on_cpu) and (asked or 1) > 1 and not _by_mpirun(args, config) and not started
+    return (args.cpu or on_cpu) and (count or 1) > 1 and not _by_mpirun(args, config) and not started
 
 
 def _variable(name: str, parse: Callable[[Any], Any], default: Any) -> Any:
-    """What a variable says that Accelerate reads, too. Raises `FP8BackendError` where it says something else."""
+    """Read a variable of Accelerate's launcher. Raises `FP8BackendError` for an invalid value."""
     text = os.environ.get(name)
     try:
         return default if text is None else parse(text)
@@ -224,8 +323,13 @@ def _by_mpirun(args: argparse.Namespace, config: _Configuration) -> bool:
     return bool(args.mpirun_hostfile or (config.get("mpirun_config") or {}).get("mpirun_hostfile"))
 
 
-_STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-"""Variables by which Accelerate counts ranks that something else has started."""
+def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
+    """Return True if DeepSpeed starts the workers through a shell on each of several machines."""
+    machines = args.num_machines or config.get("num_machines") or 1
+    launcher = (config.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher")
+    if "deepspeed_multinode_launcher" in args.nondefault or launcher is None:
+        launcher = args.deepspeed_multinode_launcher
+    return _uses_deepspeed(args, config) and machines > 1 and launcher != "standard"
 
 
 # Launching
@@ -237,10 +341,10 @@ def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, 
 
     on_cpu_ranks = _wants_cpu_ranks(args, config)
     recipe = json.dumps(fields, separators=(",", ":"))
-    if _by_remote_shell(args, config):  # DeepSpeed writes it into a file and hands it to a shell, unquoted
+    if _by_remote_shell(args, config):  # DeepSpeed writes it into a file for a shell, unquoted
         recipe = urllib.parse.quote(recipe, safe="")
-    script, quiet, args.quiet = args.training_script, args.quiet, False  # quietly, Accelerate hides the exit code
-    # what Accelerate starts is the worker, which runs the script
+    script, quiet, args.quiet = args.training_script, args.quiet, False  # with --quiet Accelerate hides the exit code
+    # Accelerate starts the worker, which runs the script
     args.training_script_args = [*(["-m"] if args.module else []), script, *args.training_script_args]
     args.training_script, args.module = WORKER, True
     args.mixed_precision = "no"  # until the worker says "fp8"
@@ -261,25 +365,15 @@ def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, 
         raise FP8BackendError(_one_line(error)) from error
     else:
         return 0
-    code = code if code >= 0 else 128 - code  # as a shell says it: 128 + the signal that ended the process
+    code = code if code >= 0 else 128 - code  # as in a shell: 128 + signal
     if not quiet:
         print(f"fp8-backends launch: {script} ended with exit code {code}{details}", file=sys.stderr)
     return code
 
 
-def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
-    """Whether DeepSpeed starts the workers on several machines by a shell on each."""
-    by_deepspeed = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED"
-    machines = args.num_machines or config.get("num_machines") or 1
-    launcher = (config.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher")
-    if "deepspeed_multinode_launcher" in args.nondefault or launcher is None:
-        launcher = args.deepspeed_multinode_launcher
-    return by_deepspeed and machines > 1 and launcher != "standard"
-
-
 @contextmanager
 def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
-    """The environment that the workers inherit, in which only the recipe's variable speaks about FP8."""
+    """Set the environment of the workers: the recipe's variable replaces all others about FP8."""
     saved = dict(os.environ)
     for name in saved:
         if name.upper().startswith(PREFIX):
@@ -298,20 +392,9 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
 
 
 def _is_not_about_defaults(record: logging.LogRecord) -> bool:
-    """Log filter: drop the list of flags that were not given. One of them is the precision, which is FP8 here."""
+    """Drop the log line that lists flags at their defaults: the precision, FP8 here, is one of them."""
     return "had defaults used instead" not in record.getMessage()
 
 
 def _one_line(error: Exception) -> str:
     return shortened(" ".join(str(error).split()), 1000) or type(error).__name__
-
-
-def _check_accelerate(commands: ModuleType) -> None:
-    """Raise `FP8BackendError` where the installed Accelerate lacks what this file calls."""
-    for name, needed in _NEEDED_PARAMETERS.items():
-        function = getattr(commands, name, None)
-        if function is None or set(needed) - set(inspect.signature(function).parameters):
-            raise FP8BackendError(
-                f"this version of Accelerate ({accelerate.__version__}) has no {name}({', '.join(needed)}) in its "
-                "launcher: install the version pinned in tests/constraints.txt"
-            )

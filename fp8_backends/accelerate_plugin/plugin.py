@@ -1,7 +1,7 @@
-"""`connect()`: the one patch of Accelerate, and who is let through it.
+"""`connect()`: the one patch of Accelerate.
 
-The patched `Accelerator.__init__` looks at its arguments and the environment. Where FP8 is asked for, it gives the
-instance the class `FP8<Accelerator>` (mixin.py) before the original runs. Everyone else gets the original, untouched.
+The patched `Accelerator.__init__` reads its arguments and the environment. If they request FP8, it changes the class of
+the instance to `FP8<Accelerator>` (mixin.py) before the original runs. Otherwise only the original runs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import accelerate.state
@@ -21,13 +21,14 @@ from accelerate.state import AcceleratorState
 
 from ..announcement import is_main_process
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
-from ..recipes.merging import code_over_launch
-from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
+from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolve
+from ..recipes.merging import LAUNCH, code_over_launch
+from ..recipes.sources import PREFIX, environment_fields, environment_name, is_launched, variables
 from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
 from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
+from .engines import wraps_in_ddp
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 logger = logging.getLogger("fp8_backends")
@@ -45,23 +46,27 @@ _NEEDED_PARAMETERS = {
     "save_state": ("output_dir",),
     "load_state": ("input_dir",),
 }
-"""What the mixin relies on: methods of Accelerator and the parameters that they must take."""
+"""Methods of Accelerator that the mixin overrides or calls, with their parameters."""
 
-_FP8_CHECKS = ("is_fp8_available", "check_cuda_fp8_capability")
-"""Accelerate's own gates in `accelerate.state`: they ask for its three libraries and for the first GPU."""
+_FP8_CHECKS = {"is_fp8_available": (), "check_cuda_fp8_capability": ()}
+"""Accelerate's checks in `accelerate.state`, for its three libraries and for the first GPU."""
 
-_STOCK_HANDLERS = ("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+_STOCK_HANDLERS = tuple(
+    getattr(accelerate.utils, name)
+    for name in ("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+    if hasattr(accelerate.utils, name)
+)
 
 
 def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
-    `import fp8_backends` does it already; calling again changes nothing. An Accelerator for which FP8 is not asked
-    behaves as before, to the bit. One made before the import keeps stock FP8, with a warning.
-    `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of Accelerate that does not fit is no
-    error here, but `FP8BackendError` when FP8 is asked for.
+    `import fp8_backends` does it already; repeating it changes nothing. An Accelerator without FP8 behaves as before,
+    to the bit. An Accelerator created before the import keeps stock FP8, with a warning. `FP8_BACKENDS_DISABLE=1` in
+    the environment leaves Accelerate unpatched. An incompatible version of Accelerate raises `FP8BackendError` only in
+    an Accelerator with FP8.
     """
-    # our wrapper may be in place already, possibly below that of another library
+    # another library may have wrapped our wrapper
     innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
     if not is_disabled() and not hasattr(innermost, _MARK):
         Accelerator.__init__ = _patched(Accelerator.__init__)
@@ -73,20 +78,21 @@ def connect() -> None:
 
 
 def is_disabled() -> bool:
-    """Whether `FP8_BACKENDS_DISABLE` is set."""
+    """Return True if `FP8_BACKENDS_DISABLE` is set."""
     return os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on")
 
 
 def _patched(original):
     signature = inspect.signature(original)
-    mismatches = incompatibilities()
+    mismatches = incompatibilities(Accelerator, _NEEDED_PARAMETERS)
+    mismatches += incompatibilities(accelerate.state, _FP8_CHECKS)
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            return original(self, *args, **kwargs)  # raises the error that the user knows
+            return original(self, *args, **kwargs)  # raises the familiar error
         handlers = _handlers(bound.arguments)
         is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
         by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
@@ -94,7 +100,7 @@ def _patched(original):
             handlers = [*handlers, FP8RecipeKwargs(backend=backend)]
             bound.arguments |= {"mixed_precision": "fp8", "kwargs_handlers": handlers}
         elif by_trainer is not None or _precision(bound.arguments) == "fp8":
-            bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
+            bound.arguments["mixed_precision"] = "fp8"  # Accelerate does not read a notebook's precision
         recipe = asked_recipe(bound.arguments, by_trainer)
         if recipe is None:
             _warn_of_fp8_in_environment(bound.arguments)
@@ -102,16 +108,15 @@ def _patched(original):
                 # without "fp8", Accelerate would still obey the variable and fail on it, or convert the model
                 self.__class__ = with_mixin(IgnoresFP8Environment, type(self))
             return original(self, *args, **kwargs)
-        if mismatches:
-            raise FP8BackendError(
-                f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
-                f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
-            )
+        refuse_mismatches(mismatches)
         bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
         check_machine(recipe)  # before there is a process group, or an AcceleratorState in FP8
         if not isinstance(self, FP8Mixin):
             self.__class__ = with_mixin(FP8Mixin, type(self))
-        with _without_fp8_checks():
+        with ExitStack() as undo:  # Accelerate's checks pass during this call; the registry has its own
+            for name in _FP8_CHECKS:
+                undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))
+                setattr(accelerate.state, name, lambda *args, **kwargs: True)
             original(*bound.args, **bound.kwargs)
         ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
         if self.num_processes == 1 < ranks:
@@ -119,32 +124,44 @@ def _patched(original):
                 f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
                 "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
             )
-        self._start_fp8(for_trainer(recipe, self._wraps_in_ddp))
+        self._start_fp8(for_trainer(recipe, wraps_in_ddp(self)))
 
     setattr(__init__, _MARK, True)
     return __init__
 
 
-def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
-    """What the installed Accelerate lacks of what this plug-in needs, one sentence each."""
-    found = []
-    for method, needed in _NEEDED_PARAMETERS.items():
-        function = getattr(accelerator_class, method, None)
+def incompatibilities(owner: Any, needed: Mapping[str, Sequence[str]]) -> list[str]:
+    """List the functions of `owner` that are missing or lack parameters, one sentence each."""
+    problems = []
+    for name, parameters in needed.items():
+        function = getattr(owner, name, None)
         if function is None:
-            found.append(f"Accelerator.{method} does not exist")
-        elif missing := set(needed) - set(inspect.signature(function).parameters):
-            found.append(f"Accelerator.{method} takes no {', '.join(sorted(missing))}")
-    found += [f"accelerate.state.{name} does not exist" for name in _FP8_CHECKS if not hasattr(accelerate.state, name)]
-    return found
+            problems.append(f"{owner.__name__}.{name} does not exist")
+        elif missing := set(parameters) - set(inspect.signature(function).parameters):
+            problems.append(f"{owner.__name__}.{name} takes no {', '.join(sorted(missing))}")
+    return problems
+
+
+def refuse_mismatches(mismatches: Sequence[str]) -> None:
+    """Raise `FP8BackendError` if the installed Accelerate does not fit."""
+    if mismatches:
+        raise FP8BackendError(
+            f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
+            f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
+        )
 
 
 def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:
-    """The resolved recipe that these arguments of `Accelerator` and the environment ask for; None without FP8.
+    """Return the resolved recipe for these arguments of `Accelerator` and the environment; None without FP8.
 
-    A handler comes before `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
-    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. `by_trainer`: what a Trainer's own
-    arguments said in its place. Raises `RecipeError` for two FP8 handlers, for one of ours without "fp8", where handler
-    and environment name different backends, and where recipe and Trainer name different dtypes.
+    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8" (argument, the running
+    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`); "fp8" without either means `auto`.
+
+    Args:
+        by_trainer: the mixed precision in a Trainer's arguments.
+
+    Raises:
+        RecipeError: two FP8 handlers, one of ours without "fp8", or different dtypes in recipe and Trainer.
     """
     precision = _precision(arguments)
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
@@ -170,7 +187,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
 
 
 def _handlers(arguments: Mapping[str, Any]) -> Any:
-    """The list of handlers. Raises `RecipeError` for a recipe in its place, or for a backend string or a dict in it."""
+    """Return the list of handlers. Raises `RecipeError` for a recipe, a backend string or a dict in a wrong place."""
     given = arguments.get("kwargs_handlers") or []
     if _is_fp8_handler(given):
         raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
@@ -182,14 +199,14 @@ def _handlers(arguments: Mapping[str, Any]) -> Any:
 
 
 def _backend_as_precision(arguments: Mapping[str, Any], by_trainer: str | None) -> str | None:
-    """The backend string in the place of mixed precision: that of the argument, else of the environment."""
+    """Return a backend string given as mixed precision, by argument or environment."""
     given = arguments.get("mixed_precision") if by_trainer is None else None
     given = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
     return given if names_backend(given) else None
 
 
 def _precision(arguments: Mapping[str, Any]) -> str:
-    """Mixed precision as Accelerate will see it."""
+    """Return the mixed precision that Accelerate will use."""
     given = arguments.get("mixed_precision")
     if given is not None:
         return str(given)
@@ -200,53 +217,44 @@ def _precision(arguments: Mapping[str, Any]) -> str:
 
 
 def _launch_in_fp8() -> str:
-    """What asks for FP8 around this script, in words; empty without it."""
+    """Name the launch or variable that requests FP8; empty without one."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     if asked.lower() == "fp8" or names_backend(asked):
         return f"ACCELERATE_MIXED_PRECISION={asked}"
-    if is_launched():  # some, such as Axolotl, write what their own configuration says into the variable
+    if is_launched():  # Axolotl, for one, writes its own configuration's precision into the variable
         return "fp8-backends launch"
     return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""
 
 
 def _is_fp8_handler(handler: Any) -> bool:
-    """Ours, or one of Accelerate's own, subclasses included."""
-    stock = tuple(getattr(accelerate.utils, name) for name in _STOCK_HANDLERS if hasattr(accelerate.utils, name))
-    return isinstance(handler, (Recipe, *stock))
+    return isinstance(handler, (Recipe, *_STOCK_HANDLERS))
 
 
 def _backend_in_environment() -> str | None:
-    """The backend that the variable names, in upper or lower case. The other variables matter only with fp8."""
-    found = (text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND")
-    return next((text for text in found if text and text.upper() != "NO"), None)
+    """Return the value of ACCELERATE_FP8_BACKEND (any case). The other variables only count with fp8."""
+    texts = (text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND")
+    return next((text for text in texts if text and text.upper() != "NO"), None)
 
 
-def _completed(handler: Any) -> Recipe:
-    """The handler's recipe, with the fields that the environment adds; Accelerate's own handlers have read it already.
-    The handler wins over `fp8-backends launch`, with a warning."""
-    if is_launched():
-        try:
-            recipe, warning = code_over_launch(handler, environment_fields())
-        except RecipeError as error:
-            name = type(handler).__name__
-            raise RecipeError(f"{name} in the script, with {LAUNCHED} in the environment: {error}") from None
-        if warning is not None and is_main_process():
-            logger.warning("%s", warning)
-        return recipe
-    named = _backend_in_environment()
-    recipe = handler if isinstance(handler, Recipe) else resolve(handler)
-    if named is not None and recipe.compute == AUTO:
-        recipe = FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": named})
-    elif named is not None and resolve(named).compute != recipe.compute:
-        raise RecipeError(
-            f"{type(handler).__name__} means {recipe.name}, ACCELERATE_FP8_BACKEND={named} another backend: "
-            "remove one of the two"
-        )
-    return with_environment(recipe) if isinstance(handler, Recipe) else recipe
+def _completed(handler: Any) -> Any:
+    """Complete the handler from the launch or the environment. The handler overrides both, with a warning."""
+    try:
+        fields = environment_fields()
+        if not is_launched() and not isinstance(handler, Recipe):  # Accelerate's have read the other variables
+            fields = {name: fields[name] for name in fields.keys() & {"backend"}}
+        if not fields:
+            return handler
+        recipe, warning = code_over_launch(handler, fields, LAUNCH if is_launched() else environment_name())
+    except RecipeError as error:
+        name = type(handler).__name__
+        raise RecipeError(f"{name} in the script, with {environment_name()} in the environment: {error}") from None
+    if warning is not None and is_main_process():
+        logger.warning("%s", warning)
+    return recipe
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
-    """Warn where the environment asks for FP8 and the code says otherwise, or only half of it is there."""
+    """Warn if the environment requests FP8 against the code, or requests only half of it."""
     precision, backend = _precision(arguments), _backend_in_environment()
     if not is_main_process():
         return
@@ -258,13 +266,3 @@ def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
         )
     elif backend:
         logger.warning(f'ACCELERATE_FP8_BACKEND={backend} has no effect: mixed precision is "{precision}", not "fp8"')
-
-
-@contextmanager
-def _without_fp8_checks() -> Iterator[None]:
-    """Let Accelerate's gates pass during one call: what can run on this machine is for the registry to say."""
-    with ExitStack() as undo:
-        for name in _FP8_CHECKS:
-            undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))
-            setattr(accelerate.state, name, lambda *args, **kwargs: True)
-        yield

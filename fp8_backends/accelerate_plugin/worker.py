@@ -1,10 +1,10 @@
-"""What `fp8-backends launch` starts in place of a script: this package connects, then the script runs, as it is.
+"""Connect this package, then run a script unmodified. `fp8-backends launch` starts this module in place of the script.
 
     python -m fp8_backends.accelerate_plugin.worker script.py ARGUMENTS
     python -m fp8_backends.accelerate_plugin.worker -m module ARGUMENTS
 
-Other launchers may start it, too: `torchrun -m fp8_backends.accelerate_plugin.worker script.py`. To the script it looks
-as if Python had started it: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are its own.
+Other launchers may start it, too: `torchrun -m fp8_backends.accelerate_plugin.worker script.py`. The script runs as if
+started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are the same.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..training.preparation import is_proven
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. Importing this module has imported
-    `fp8_backends`, and so has connected it to Accelerate."""
+    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. The import of this module has connected
+    `fp8_backends` to Accelerate."""
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
         sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
     ask_for_fp8()
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Steps:
-    """Around a script: what its optimizer steps proved. Where none proved FP8, the script ends with a line that says
-    so, and with exit code 1 if it trained outside FP8 alone."""
+    """Observe a script's optimizer steps. If none proved FP8, print a line at the end; exit with code 1 if all steps
+    were outside FP8."""
 
     def __init__(self, script: str) -> None:
         self.script = script
         self.proofs: set[bool | None] = set()
-        """What `is_proven` said of the optimizers."""
+        """Results of `is_proven`."""
 
     def __enter__(self) -> None:
         register_optimizer_step_post_hook(self.after_step)
@@ -68,7 +68,7 @@ class _Steps:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         failed = error is not None and (not isinstance(error, SystemExit) or error.code)
-        # an Accelerator of another precision has warned
+        # an Accelerator with another precision has warned
         if failed or True in self.proofs or AcceleratorState._shared_state.get("_mixed_precision", "fp8") != "fp8":
             return
         reason = _UNPREPARED if self.proofs == {None} else ""
@@ -85,14 +85,14 @@ _UNPREPARED = (
 
 
 def ask_for_fp8() -> None:
-    """Let every Accelerator of this process train in FP8, where `fp8-backends launch` has written a recipe."""
+    """Let every Accelerator of this process train in FP8 if `fp8-backends launch` passed a recipe."""
     if is_launched():
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
 
 
 def _run_source(script: str) -> None:
-    """Run a script as `runpy.run_path` does, with `sys.argv[0]` as it was given, and a `__main__` that stays to the end
-    of the process: functions that run at exit, and pickled classes, are found in it."""
+    """Run a script as `runpy.run_path` does, but with `sys.argv[0]` as given, and with a lasting `__main__`: functions
+    at exit and pickled classes need it."""
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:

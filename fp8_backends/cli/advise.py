@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from ..accelerate_plugin.launch_flags import launch_parser
+from ..accelerate_plugin.launch import launch_parser
 from ..compute import hardware
 from ..errors import FP8BackendError
 from ..recipes.fields import FIELDS

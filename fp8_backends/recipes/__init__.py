@@ -1,1 +1,1 @@
-"""What the user asks for: handlers, strings, other systems' recipes, and what a recipe promises."""
+"""Recipes: handlers, backend strings, recipes of other systems, and the precision plan."""

@@ -1,7 +1,7 @@
-"""Every field of a recipe, each declared once: its values and defaults, who reads it, and its meaning as a docstring.
+"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring.
 
-The handlers of `recipes.handlers` inherit their fields from here. Names and defaults are Accelerate's where its FP8
-handlers have the field. None stands for "not given": a recipe fills the default in.
+The handlers in `recipes.handlers` inherit these fields. Names and defaults are Accelerate's where its FP8 handlers have
+the field. None means "not given": the recipe fills in the default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass
 from enum import Enum
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 MYPY = False
-if MYPY:  # it finds no types in Accelerate, and a dataclass of an unknown base takes every argument
+if MYPY:  # Accelerate has no types, and a dataclass with an untyped base accepts every argument
 
     class KwargsHandler:
         pass
@@ -56,18 +55,18 @@ else:
 ABOVE_O0 = ("O1", "O2", "O3", "O4")
 DELAYED = ("delayed",)
 _LISTS = ("['", '["', "('", '("')
-"""How a list begins in a text."""
+"""Openings of a list written as text."""
 
 
 # Parsers
 
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
-    """Name patterns: one string (commas separate several) or a sequence of strings."""
+    """Parse name patterns: one comma-separated string or a sequence of strings."""
     value = _list_of_text(value)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    # a collection has an end, which an iterator may not have
+    # an iterator could be endless; a collection is not
     is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
     if not is_list or not len(value) or not all(isinstance(name, str) and name for name in value):
         raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
@@ -75,7 +74,7 @@ def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
 
 
 def _choice(value: str | Collection[str]) -> tuple[str, ...]:
-    """Name patterns, with `+` before all of them or before none."""
+    """Parse name patterns, either all with a leading `+` or none."""
     patterns = _patterns(value)
     added = [pattern.startswith("+") for pattern in patterns]
     if any(added) and not all(added) or "+" in patterns:
@@ -100,39 +99,28 @@ def _path(value: Any) -> str:
     return path
 
 
-def _level(value: Any) -> str:
-    return word(value).upper()
+def _off_or(*words: str) -> Callable[[Any], str]:
+    """Return a parser of "off" or one of these words. It reads False and its texts as "off": YAML parses a bare `off`
+    as False, and Accelerate's launcher exports that."""
+    one = one_of("off", *words)
 
+    def parse(value: Any) -> str:
+        if isinstance(value, str) and value.strip().lower() in ("", "none"):
+            return "off"
+        with contextlib.suppress(ValueError):
+            if not flag(value):
+                return "off"
+        return one(value)
 
-GUARD_ACTIONS = one_of("off", "warn", "skip", "stop")
+    parse.values = one.values
+    return parse
 
-
-def _guard_action(value: Any) -> str:
-    try:  # YAML reads a bare `off` as False, and Accelerate's launcher exports that
-        is_on = flag(value)
-    except ValueError:
-        return GUARD_ACTIONS(value)
-    if is_on:
-        raise ValueError(f"must say what is to be done: one of {GUARD_ACTIONS.values}")
-    return "off"
-
-
-_guard_action.values = GUARD_ACTIONS.values
 
 SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
-"""What activations are kept in for backward."""
-
-
-def _saved_activations(value: Any) -> str:
-    is_off = value is False or (isinstance(value, str) and value.strip().lower() in ("", "none", "false"))
-    return "off" if is_off else one_of(*SAVED_ACTIVATIONS)(value)
-
-
-_saved_activations.values = ", ".join(SAVED_ACTIVATIONS)
 
 
 def mxfp8_scaling(value: Any) -> str | None:
-    """Read `use_mxfp8_block_scaling` as a scaling rule; False asks for none."""
+    """Read `use_mxfp8_block_scaling` as a scaling rule, or None for False."""
     return "mxfp8" if flag(value) else None
 
 
@@ -140,45 +128,45 @@ def mxfp8_scaling(value: Any) -> str | None:
 
 
 def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
-    """Declare a field of a handler. `declared`: further attributes of `Field`."""
+    """Declare a field of a handler. `declared`: more attributes of `Field`."""
     return dataclasses.field(default=None, metadata={"default": default, "parse": parse, **declared})
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CommonFields(KwargsHandler):
-    """Fields that every backend reads."""
+    """Fields of every backend."""
 
     include: str | Collection[str] | None = setting(None, _choice)
-    """Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
-    separated by commas. With + before each they add to the layers converted by default: +lm_head."""
+    """Name patterns of layers to convert, separated by commas (fnmatch on the full name; a pattern without a dot also
+    matches any one part of it). Patterns with a leading + add to the default choice: +lm_head."""
     exclude: str | Collection[str] | None = setting(None, _patterns)
     """Name patterns of layers to keep in high precision, separated by commas."""
     module_filter_func: Callable[[nn.Module, str], bool] | None = setting(None, _function, is_object=True)
     """A function (module, name) -> whether to convert the module."""
     autocast_dtype: str = setting("bf16", one_of("bf16", "fp16", "fp32"))
-    """What runs around FP8 under Accelerate (on a CPU without bf16 products the default is fp32)."""
+    """Autocast dtype around FP8 under Accelerate (the default is fp32 on a CPU without bf16 products)."""
     gradient_comm: str | None = setting(None, one_of("fp8", "plain"))
-    """How gradients travel between ranks (default: fp8 at a level above O0, else plain)."""
+    """Format of gradients sent between ranks (default: fp8 at a level above O0, else plain)."""
     activation_comm: str = setting("plain", one_of("plain", "fp8"))
-    """How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
-    activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
-    (native)."""
+    """Format of activations sent between ranks in forward: fp8 sends E4M3 codes with their scales in the gathers of
+    sequence-parallel activations (tensor parallelism) and in the dispatch of tokens to experts (expert parallelism;
+    native)."""
     on_unproven: str = setting("raise", one_of("raise", "warn"))
     """What to do when no FP8 product ran in the first step."""
-    saved_activations: str = setting("off", _saved_activations)
-    """In what activations are kept for backward beside the codes of converted layers, such as those of norms and
-    gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too."""
+    saved_activations: str = setting("off", _off_or(*SAVED_ACTIVATIONS[1:]))
+    """Format of activations saved for backward outside converted layers, as by norms and gates: fp8 saves E4M3 codes,
+    33/32 bytes an element; fp8+attention includes attention."""
     monitor_every: int = setting(0, whole_number(0, 1_000_000), only_watches=True)
-    """Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken."""
+    """Optimizer steps between samples of FP8 tensor statistics; 0 takes none."""
     monitor_file: str | os.PathLike[str] = setting("fp8_monitor.jsonl", _path, only_watches=True)
-    """The file to which statistics are added, a line a sample."""
-    guard: str = setting("off", _guard_action, only_watches=True)
-    """What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error."""
+    """File for the statistics, one line a sample."""
+    guard: str = setting("off", _off_or("warn", "skip", "stop"), only_watches=True)
+    """Action when a step goes wrong: warn logs, skip leaves the step out, stop raises an error."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ScalingField(KwargsHandler):
-    """The scaling rule, for handlers of a backend that has several."""
+    """The scaling rule."""
 
     scaling: str | None = setting(
         None,
@@ -186,57 +174,51 @@ class ScalingField(KwargsHandler):
         synonyms={"fp8_recipe": same},
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
-    """The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window
-    and so on."""
+    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HeadField(KwargsHandler):
-    """The output head together with its loss."""
+    """The output head fused with its loss."""
 
     fused_head: bool = setting(False, flag, idle=False)
-    """The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high
+    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
     precision unless include names it (native)."""
 
 
 @dataclass(eq=False, repr=False)
 class RuleFields(KwargsHandler):
-    """TransformerEngine's rules, which `native` follows on any device. In the order of Accelerate's handler."""
+    """TransformerEngine's options, which `native` follows on any device. In the order of Accelerate's handler."""
 
     use_autocast_during_eval: bool = setting(False, flag, launcher_default=False)
-    """FP8 products in evaluation too; by default evaluation runs in high precision."""
-    margin: int = setting(
-        0,
-        whole_number(-64, 64),  # beyond it every code is zero, or saturated
-        scalings=DELAYED,
-        launcher_default=0,
-        synonyms={"fp8_margin": same},
-    )
-    """The scale is divided by 2**margin."""
+    """Also run FP8 products in evaluation; by default evaluation runs in high precision."""
+    # beyond 64 every code is zero, or saturated
+    margin: int = setting(0, whole_number(-64, 64), scalings=DELAYED, launcher_default=0, synonyms={"fp8_margin": same})
+    """Divide the scale by 2**margin."""
     interval: int = setting(
         1, whole_number(1, 1_000_000), scalings=DELAYED, launcher_default=1, synonyms={"fp8_interval": same}
     )
-    """Steps between two computations of the scale (te takes 1 alone)."""
+    """Steps between updates of the scale (te supports only 1)."""
     fp8_format: str | Enum = setting(
         "HYBRID",
         fp8_format,
         # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO agree
         default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"},
         launcher_default="HYBRID",
-        # where a value that equals the launcher's default is meant, and would count as not given
+        # here a value equal to the launcher's default is meant; under the first name it counts as not given
         further_variables=(Variable("NUMBER_FORMAT"),),
         synonyms={"fp8": same},
     )
-    """HYBRID is E4M3 forward and E5M2 for gradients; E4M3 is E4M3 everywhere."""
+    """HYBRID: E4M3 in forward, E5M2 for gradients; E4M3: E4M3 everywhere."""
     amax_history_len: int = setting(
         1024,
-        whole_number(1, 1_000_000),  # of FP32 numbers, three times for each layer
+        whole_number(1, 1_000_000),
         scalings=DELAYED,
         launcher_default=1024,
         further_variables=(Variable("AMAX_HISTORY_LENGTH", 1024),),
         synonyms={"fp8_amax_history_len": same},
     )
-    """Steps that the amax history holds."""
+    """Length of the amax history in steps."""
     amax_compute_algo: str = setting(
         "most_recent",
         amax_algorithm,
@@ -245,7 +227,7 @@ class RuleFields(KwargsHandler):
         further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
         synonyms={"fp8_amax_compute_algo": same},
     )
-    """The scale follows the most recent amax, or the largest of the history."""
+    """Compute the scale from the most recent amax, or from the maximum of the history."""
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
         three_flags,
@@ -255,7 +237,7 @@ class RuleFields(KwargsHandler):
             "no_fp8_wgrad": lambda value: (False, False, flag(value)),
         },
     )
-    """Which of fprop, dgrad and wgrad stay in high precision (te takes wgrad alone)."""
+    """Keep (fprop, dgrad, wgrad) in high precision (te supports only wgrad)."""
     use_mxfp8_block_scaling: InitVar[bool | None] = None
     """Accelerate's name for scaling="mxfp8"."""
     fp8_params: bool = setting(
@@ -266,23 +248,22 @@ class RuleFields(KwargsHandler):
         launcher_default=False,
         synonyms={"fp8_param": same, "fp8_param_gather": same},
     )
-    """Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights
-    itself."""
+    """Store frozen weights in FP8, about 1 byte an element. Not with a level, which stores weights itself."""
 
 
 @dataclass(eq=False, repr=False)
 class ConfigFields(KwargsHandler):
-    """TorchAO's own configuration. In the order of Accelerate's handler."""
+    """TorchAO's configuration. In the order of Accelerate's handler."""
 
     config: Float8LinearConfig | None = setting(None, float8_config, names_scaling=scaling_of, is_object=True)
     """A torchao.float8.Float8LinearConfig, used as it is."""
     pad_inner_dim: bool | None = setting(None, flag, launcher_default=True)
-    """Pad products whose inner dimension is no multiple of 16 (on unless it is turned off)."""
+    """Pad products whose inner dimension is no multiple of 16 (default: on)."""
 
 
 @dataclass(eq=False, repr=False)
 class GatherField(KwargsHandler):
-    """Gathers of FSDP2."""
+    """Weight gathers of FSDP2."""
 
     enable_fsdp_float8_all_gather: bool | None = setting(
         None,
@@ -290,59 +271,59 @@ class GatherField(KwargsHandler):
         scalings=("tensorwise",),
         idle=False,
         launcher_default=True,
-        # where a value that equals the launcher's default is meant, and would count as not given
+        # here a value equal to the launcher's default is meant; under the first name it counts as not given
         further_variables=(Variable("ALL_GATHER"),),
     )
-    """FSDP2 gathers weights in FP8, 1 byte an element, or as they are stored (default: in FP8 at a level above O0 with
-    codes that serve both products, not rowwise or mxfp8, else as they are stored)."""
+    """Let FSDP2 gather weights in FP8, 1 byte an element, or as stored (default: FP8 at a level above O0 if one set of
+    codes serves both products, so not with rowwise or mxfp8; else as stored)."""
 
 
 @dataclass(eq=False, repr=False)
 class LevelFields(KwargsHandler):
-    """Fields that levels read, whatever the backend."""
+    """Fields of the levels, for any backend."""
 
     opt_level: str | None = setting(
         None,
-        _level,
+        lambda value: word(value).upper(),
         launcher_default=DEFAULT_LEVEL,
         further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
     )
-    """The level, O0 (no level) to O4, if the backend string does not name it."""
+    """Level, O0 (no level) to O4, unless the backend string names it."""
     rounding: str = setting("stochastic", one_of("stochastic", "nearest"), levels=ABOVE_O0)
-    """How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates."""
+    """Rounding of stored weights and Adam states; nearest, as in MS-AMP, loses small updates."""
     implementation: str = setting("native", one_of("native", "original"), levels=ABOVE_O0)
-    """Of the levels: this package's own, or the package msamp where it is installed."""
+    """Run the levels with this package, or with the installed package msamp (original)."""
     shard_states: bool = setting(True, flag, levels=("O3", "O4"))
-    """Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, and
-    2 + 3/N at O4, not 5."""
+    """Under DDP shard masters, residuals and Adam states between the ranks: 2 + 5/N bytes an element at O3 in place of
+    7, and 2 + 3/N at O4 in place of 5."""
     gradient_release: bool = setting(False, flag, levels=ABOVE_O0, idle=False)
-    """Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped: not
-    with accumulation or clipping."""
+    """Step each parameter inside backward, as soon as its gradient is complete, and free the gradient. Not with
+    accumulation or clipping."""
 
 
 @dataclass(eq=False, repr=False)
 class BackendField(KwargsHandler):
-    """The backend, for the handler of any backend."""
+    """The backend string."""
 
     backend: str | None = setting(None, word)
-    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks for
+    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, the choice for
     this machine)."""
 
 
 def _declared(*holders: type) -> dict[str, Field]:
     """Collect the fields of these dataclasses by name."""
-    return {each.name: Field(each.name, **each.metadata) for cls in holders for each in dataclasses.fields(cls)}
+    return {field.name: Field(field.name, **field.metadata) for cls in holders for field in dataclasses.fields(cls)}
 
 
 COMMON = _declared(CommonFields)
-OF_LEVELS = {name: each for name, each in _declared(LevelFields).items() if name != "opt_level"}
+OF_LEVELS = {name: field for name, field in _declared(LevelFields).items() if name != "opt_level"}
 FIELDS = _declared(
     BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, CommonFields
 )
 """Every field of this package."""
 NAMING = ("backend", "scaling", "opt_level")
-"""Fields that make the backend's name."""
-SETTINGS = {name: each for name, each in FIELDS.items() if name not in NAMING}
+"""Fields that name the backend."""
+SETTINGS = {name: field for name, field in FIELDS.items() if name not in NAMING}
 """Every other field."""
 
 REMOVED = {
@@ -358,71 +339,61 @@ REMOVED = {
     "optimizer_scales": "scales follow from bounds, as by default",
     "weight_comm": "use enable_fsdp_float8_all_gather=True or False",
 }
-"""Fields of earlier versions, each with the way on."""
+"""Fields of earlier versions, and what replaces them."""
 
 
-def removed_field(name: str) -> RecipeError | None:
-    """Return the error for a field of an earlier version."""
-    return RecipeError(f"{name} is no field any more: {REMOVED[name]}") if name in REMOVED else None
+# From names to fields
 
 
-def _variables(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
+def _by_suffix(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
     return {variable.suffix: (field, variable) for field in fields for variable in field.variables}
 
 
-VARIABLES = _variables(FIELDS.values())
+VARIABLES = _by_suffix(FIELDS.values())
 """Their names in the environment and in YAML files, without `ACCELERATE_FP8_`."""
 
 
 def fields_of(compute: Compute) -> dict[str, Field]:
-    """The fields that a backend declares, by name. It declares a field of this package by that field's name.
+    """Return the fields that a backend reads, by name. It may declare a field of this package by name only.
 
-    Raises `FP8BackendError` for a third party's declaration that is neither a field nor such a name."""
-    declared = [SETTINGS.get(each) if isinstance(each, str) else each for each in compute.fields]
-    for each, written in zip(declared, compute.fields, strict=True):
-        if not isinstance(each, Field):
+    Raises `FP8BackendError` if a third party declares anything else."""
+    declared = [SETTINGS.get(entry) if isinstance(entry, str) else entry for entry in compute.fields]
+    for field, entry in zip(declared, compute.fields, strict=True):
+        if not isinstance(field, Field):
             raise FP8BackendError(
-                f"fields of {type(compute).__name__}: {shown(written)} is neither a fp8_backends.compute.fields.Field "
+                f"fields of {type(compute).__name__}: {shown(entry)} is neither a fp8_backends.compute.fields.Field "
                 "nor the name of a field of this package"
             )
-    return {each.name: each for each in declared}
+    return {field.name: field for field in declared}
 
 
 def registered_fields() -> dict[str, Field]:
-    """The further fields that registered backends declare. Loads these backends, and passes over one that cannot be
-    loaded."""
+    """Return the additional fields of registered backends. Loads these backends and skips one that does not load."""
     registered = [name for name in registry.valid_names() if name not in registry.BUILT_IN]
-    declared = {name: field for backend in registered for name, field in _declared_by(backend).items()}
-    return {name: field for name, field in declared.items() if name not in FIELDS}
+    return {name: field for backend in registered for name, field in _read_by(backend).items() if name not in FIELDS}
 
 
-def _declared_by(name: str) -> dict[str, Field]:
+def _read_by(backend: str) -> dict[str, Field]:
     try:
-        return fields_of(registry.get_compute(name))
+        return fields_of(registry.get_compute(backend))
     except FP8BackendError:
         return {}
 
 
 def find_variable(suffix: str) -> tuple[Field, Variable] | None:
-    """The field that a name in the environment or in a YAML file stands for, with what is known of the name."""
-    return VARIABLES.get(suffix) or _variables(registered_fields().values()).get(suffix)
-
-
-def field_value(field: Field, value: Any) -> Any:
-    """A value that was given as text or by a file, in its one spelling. Raises `RecipeError`."""
-    return field.parsed(_list_of_text(value))
+    """Return the field and variable for a name in the environment or in a YAML file."""
+    return VARIABLES.get(suffix) or _by_suffix(registered_fields().values()).get(suffix)
 
 
 def variable_value(field: Field, variable: Variable, value: Any) -> Any:
-    """The same under one of the field's names, or None where the value asks for nothing."""
+    """Parse a value given under one of the field's names; None means "not given". Raises `RecipeError`."""
     if variable.reads is None:
-        return field_value(field, value)
+        return field.parsed(_list_of_text(value))
     return parsed(variable.suffix.lower(), variable.reads, value)
 
 
 def _list_of_text(value: Any) -> Any:
-    """A list of a YAML file, which Accelerate's launcher exports as Python writes it; any other value as it is, text
-    without the spaces around it."""
+    """Parse a list that Accelerate's launcher exported as Python writes it; strip other text."""
     if isinstance(value, str):
         value = value.strip()
         if value.startswith(_LISTS):
@@ -432,32 +403,33 @@ def _list_of_text(value: Any) -> Any:
 
 
 def readers(name: str) -> str:
-    """Which backends of this package read a field, with the scaling rules by which they do."""
-    return _readers(name, {backend: _declared_by(backend) for backend in registry.BUILT_IN})
-
-
-def _readers(name: str, declared: Mapping[str, Mapping[str, Field]]) -> str:
-    found = []
-    for backend, fields in declared.items():
-        if name in fields:
+    """List this package's backends that read a field, with their scaling rules."""
+    texts = []
+    for backend in registry.BUILT_IN:
+        if field := _read_by(backend).get(name):
             supported = registry.get_compute(backend).scalings
-            rules = [rule for rule in fields[name].scalings or () if rule in supported]
-            found += [f"{backend}:{rule}" for rule in rules] or [backend]
-    return ", ".join(found) or "no backend"
+            rules = [rule for rule in field.scalings or () if rule in supported]
+            texts += [f"{backend}:{rule}" for rule in rules] or [backend]
+    return ", ".join(texts) or "no backend"
 
 
-def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
-    """The error for a field that `owner` does not have. `elsewhere` has the fields of the other handlers."""
+def removed_field(name: str) -> RecipeError | None:
+    """Return the error for a field of an earlier version."""
+    return RecipeError(f"{name} is no field any more: {REMOVED[name]}") if name in REMOVED else None
+
+
+def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
+    """Return the error for a field that `owner` does not have. `elsewhere`: the fields of the other handlers."""
     if error := removed_field(name):
         return error
-    holders = [holder for holder, names in elsewhere.items() if name in names]
+    holders = [holder for holder, fields in elsewhere.items() if name in fields]
     if holders:
         return RecipeError(
             f"{name} is not a field of {owner} but of {' and '.join(holders)}; use that, or "
             "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
         )
-    known = sorted(own)
-    return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
+    names = sorted(names)
+    return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has {', '.join(names)}")
 
 
 # Fields in words
@@ -480,25 +452,5 @@ def _docstrings() -> dict[str, str]:
 
 
 def help_of(field: Field) -> str:
-    """Return the sentence that says what a field means."""
+    """Return the meaning of a field in a sentence."""
     return field.help or _docstrings().get(field.name, "")
-
-
-def restructured_text() -> str:
-    """Every field with its values, its default and the backends that read it, for the documentation."""
-    declared = {backend: _declared_by(backend) for backend in registry.valid_names()}
-    lines = []
-    for field in (*FIELDS.values(), *registered_fields().values()):
-        lines.append(f"``{field.name}``" + (f" ({field.values_and_default})" if field.values_and_default else ""))
-        text = f"{help_of(field)} *Read by* {_readers_in_words(field, declared)}."
-        text = text.replace("_ ", "\\_ ").replace("**", "\\*\\*")
-        lines += textwrap.wrap(text, 118, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines) + "\n"
-
-
-def _readers_in_words(field: Field, declared: Mapping[str, Mapping[str, Field]]) -> str:
-    if field.name in NAMING or field.name in COMMON:
-        return "every backend"
-    if field.name in OF_LEVELS:
-        return f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
-    return _readers(field.name, declared)

@@ -1,7 +1,6 @@
-"""What a recipe promises: one row of the chart of levels, and its bytes per converted weight element.
+"""Predict precision and bytes per converted weight element of a recipe.
 
-The rows are MS-AMP's table of optimization levels, and two further ones.
-`audit` reads from live tensors what really happened.
+The rows are MS-AMP's table of optimization levels, extended by O0 and O4. `audit` measures live tensors instead.
 """
 
 from __future__ import annotations
@@ -10,28 +9,26 @@ from dataclasses import dataclass
 
 from ..compute import registry
 from ..words import as_html
-from .handlers import resolve
-from .specs import Spec
+from .handlers import Spec, resolve
 
-BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1, "INT8": 1}
+BYTES = {"FP32": 4, "FP16": 2, "FP8": 1, "INT8": 1}
 """Bytes of one element."""
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """In which precision a recipe computes, communicates and stores."""
+    """The precisions in which a recipe computes, communicates and stores."""
 
     gemm: str
-    """The three products of a converted layer; those that the recipe leaves in high precision are named."""
+    """The three products of a converted layer, with the names of products in high precision."""
     comm: str
     """Gradients between ranks."""
     weight: str
-    """The weight as the model holds it."""
+    """The weight in the model."""
     master_weight: str | None
-    """A copy of the weight in more precision, or INT8: residuals that make the weight precise; None where the weight is
-    its own master."""
+    """A copy of the weight in more precision, or INT8 residuals; None if the weight is its own master."""
     weight_gradient: str
-    """As it is stored; `released` where it is dropped inside backward and takes no bytes."""
+    """As stored; `released` if it is freed inside backward and takes no bytes."""
     optimizer_states: tuple[str, str]
     """Adam's first and second moment."""
     bytes_per_element: float
@@ -62,9 +59,9 @@ LEVEL_ROWS = {
 
 
 def plan(spec: Spec = None) -> PrecisionPlan:
-    """What the recipe that `spec` means promises, for a model with FP32 weights and an Adam optimizer.
+    """Return the precision plan of a recipe, for a model with FP32 weights and an Adam optimizer.
 
-    Takes what `resolve` takes and raises what it raises; needs no hardware.
+    Accepts the specs of `resolve` and raises its errors; needs no hardware.
     """
     recipe = resolve(spec)
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]

@@ -1,8 +1,8 @@
-"""Recipes that were written for something else, as fields of `FP8RecipeKwargs`.
+"""Read recipes from other places as fields of `FP8RecipeKwargs`.
 
-Accelerate's own handlers and configuration files, the environment that Accelerate's launcher or ours makes,
-TransformerEngine's recipe objects, and the arguments of NeMo and Megatron. Objects are known by their class names:
-none of the libraries is imported.
+Sources: Accelerate's handlers and configuration files, the environment that Accelerate's launcher or ours makes,
+TransformerEngine's recipe objects, and the arguments of NeMo and Megatron. Objects are recognized by class name; no
+library is imported.
 """
 
 from __future__ import annotations
@@ -10,25 +10,80 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import json
 import os
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compute.fields import closest, three_flags
+import yaml
+
+from ..compute.fields import Field, Variable, closest, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field, variable_value
-from .reading import from_json
 
 PREFIX = "ACCELERATE_FP8_"
 
 
+# Files
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Return the keys of a YAML file, or of a JSON file by its ending.
+
+    Raises:
+        RecipeError: the file cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys.
+            The error names the file, and the line if PyYAML reports one.
+    """
+    kind = "JSON" if path.endswith(".json") else "YAML"
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        values = from_json(text) if kind == "JSON" else yaml.load(text, _Loader)
+    except OSError as error:
+        raise RecipeError(f"{shortened(path)}: {error.strerror or error}") from None
+    except Exception as error:  # PyYAML raises any error for a value that contradicts its tag, such as `!!bool x`
+        reason = shortened(" ".join(str(error).split()).replace(' in "<unicode string>",', ","), 600)
+        raise RecipeError(f"{shortened(path)} is no {kind} that can be read: {reason}") from None
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{shortened(path)} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
+    return {str(key): value for key, value in values.items()}
+
+
+def from_json(text: str) -> Any:
+    """Parse a JSON text. Raises ValueError for invalid JSON and for a repeated key in a block."""
+    return json.loads(text, object_pairs_hook=_block)
+
+
+def _block(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in collections.Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key!r} stands in a block twice")
+    return dict(pairs)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with an error for a repeated key in a block."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.value in seen or seen.add(key.value)):
+                problem = shortened(f"the key {key.value!r} stands in a block twice")
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
+# Recipe objects
+
+
 def foreign_fields(spec: Any) -> dict[str, Any] | None:
-    """Fields of `FP8RecipeKwargs` that mean what `spec` means; None for an object that is no recipe."""
+    """Translate a recipe of Accelerate or TransformerEngine; return None for any other object."""
     for cls in type(spec).__mro__:
         if cls.__module__.split(".")[0] == "accelerate" and cls.__name__ in _ACCELERATE_HANDLERS:
-            return _ACCELERATE_HANDLERS[cls.__name__](spec)
+            return _accelerate_fields(spec, _ACCELERATE_HANDLERS[cls.__name__])
         if cls.__name__ in _TE_RECIPES:
             return _te_recipe_fields(spec, cls.__name__)
         if cls.__name__ in ("NVFP4BlockScaling", "CustomRecipe"):
@@ -39,34 +94,24 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
     return None
 
 
-# Accelerate's handlers. They fill every field in, so a value that equals Accelerate's default counts as not given.
+# Accelerate's handlers fill in every field, so a value equal to Accelerate's default counts as not given.
 
 
-def _from_te(handler: Any) -> dict[str, Any]:
-    values = {each.name: getattr(handler, each.name, None) for each in dataclasses.fields(RuleFields)}
-    fields = {
-        name: value
-        for name, value in values.items()
-        if value is not None and FIELDS[name].parsed(value) != FIELDS[name].default
-    }
+def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
+    """Translate a handler; `backend` None: the deprecated one, which has the fields of both TE and MS-AMP."""
+    if backend == "ao":
+        return _ao_fields(handler)
+    names = [*(field.name for field in dataclasses.fields(RuleFields)), "opt_level"]
+    given = {name: value for name in names if (value := getattr(handler, name, None)) is not None}
+    fields = {name: value for name, value in given.items() if FIELDS[name].parsed(value) != FIELDS[name].default}
     mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
-    return {"backend": "te", **mxfp8, **fields}
+    return {"backend": backend or getattr(handler, "backend", None) or "te", **mxfp8, **fields}
 
 
-def _from_msamp(handler: Any) -> dict[str, Any]:
-    return {"backend": "msamp", "opt_level": getattr(handler, "opt_level", None)}
-
-
-def _from_fp8(handler: Any) -> dict[str, Any]:
-    """The deprecated handler, which has the fields of both. Its `opt_level` stays None unless the user gave one."""
-    fields = {**_from_msamp(handler), **_from_te(handler)}
-    return {**fields, "backend": getattr(handler, "backend", None) or "te"}
-
-
-def _from_ao(handler: Any) -> dict[str, Any]:
+def _ao_fields(handler: Any) -> dict[str, Any]:
     pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
     config = handler.config
-    # without a config of the user's, Accelerate makes one of the two options, both of which default to True
+    # without the user's config, Accelerate builds one from the two options, and both default to True
     has_both = pad is not None and gather is not None
     if has_both and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
         config, pad, gather = None, (None if pad else False), (None if gather else False)
@@ -79,12 +124,13 @@ def _from_ao(handler: Any) -> dict[str, Any]:
     }
 
 
-_ACCELERATE_HANDLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "FP8RecipeKwargs": _from_fp8,
-    "TERecipeKwargs": _from_te,
-    "MSAMPRecipeKwargs": _from_msamp,
-    "AORecipeKwargs": _from_ao,
+_ACCELERATE_HANDLERS = {
+    "FP8RecipeKwargs": None,
+    "TERecipeKwargs": "te",
+    "MSAMPRecipeKwargs": "msamp",
+    "AORecipeKwargs": "ao",
 }
+"""Backend of each class."""
 
 
 # TransformerEngine's recipe objects
@@ -96,7 +142,7 @@ _TE_RECIPES = {
     "Float8BlockScaling": ("blockwise", ("fp8_format",)),
     "MXFP8BlockScaling": ("mxfp8", ("fp8_format",)),
 }
-"""The scaling rule of each class, and its attributes that are recipe fields of ours."""
+"""Scaling rule of each class, and its attributes with a recipe field."""
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
 _ATTENTION = (
@@ -118,11 +164,14 @@ _WHY_NOT = {
 
 
 def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
-    """Read the fields, and refuse by name whatever else was set to another value than its class has: the `te` backend
-    makes a recipe of that class by itself, with everything else as the class has it."""
+    """Read the fields, and refuse any other attribute with a value other than its class has: the `te` backend creates
+    its own recipe of that class."""
     scaling, read = _TE_RECIPES[class_name]
+    cls = type(spec)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    defaults["backward_override"] = None  # the class may read another value from the environment
     for name, value in vars(spec).items():
-        default = _class_value(type(spec), name)
+        default = defaults.get(name, getattr(cls, name, dataclasses.MISSING))
         if name.startswith("_") or name in read or _holds(lambda value=value, default=default: value == default):
             continue
         has = (
@@ -137,36 +186,33 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
 
 
 def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
-    """What a comparison says of values of any class; `otherwise` where it cannot be told, as with arrays."""
+    """Return the result of a comparison of arbitrary objects; `otherwise` if it has no truth value, as with arrays."""
     try:
         return bool(comparison())
     except Exception:
         return otherwise
 
 
-def _class_value(cls: type, name: str) -> Any:
-    """The value that an instance has where nobody set the attribute."""
-    if name == "backward_override":
-        return None  # its class may have another from the environment, and then backward runs in high precision
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    return defaults.get(name, getattr(cls, name, dataclasses.MISSING))
-
-
 # The environment
 
 LAUNCHED = "FP8_BACKENDS_RECIPE"
-"""In it `fp8-backends launch` gives its workers the recipe: JSON of the fields of `FP8RecipeKwargs` that were given,
-percent-encoded where a remote shell would read it. It is read in place of `ACCELERATE_FP8_*`."""
+"""Variable by which `fp8-backends launch` passes the recipe to its workers, in place of `ACCELERATE_FP8_*`: JSON of the
+given fields of `FP8RecipeKwargs`, percent-encoded if a remote shell reads it."""
 
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
-"""What Accelerate's launcher makes of `override_linear_precision`."""
+"""Accelerate's launcher exports `override_linear_precision` as these three."""
 
 
 def unknown_variable(
-    written: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
+    written: str, suffix: str, spelling: Callable[[str], str], names: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """The error for a name that is no field, `written` by the user, in a place that has its own `spelling`."""
-    objects = {each.own_suffix: each.name for each in FIELDS.values() if each.is_object}
+    """Return the error for a name without a field.
+
+    Args:
+        written: the name as the user wrote it.
+        spelling: how the place spells the name of a variable.
+    """
+    objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
@@ -174,51 +220,49 @@ def unknown_variable(
         )
     if error := removed_field(suffix.lower()) or removed_field(f"fp8_{suffix.lower()}"):
         return RecipeError(f"{shortened(written, 400)}: {error}")
-    matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
     return RecipeError(f"{shortened(written, 400)} is not known{hint}")
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `fp8-backends launch` says what the recipe is."""
+    """Return True if `fp8-backends launch` passed the recipe."""
     return LAUNCHED in (os.environ if environ is None else environ)
 
 
 def environment_name(environ: Mapping[str, str] | None = None) -> str:
-    """What `environment_fields` reads, for messages."""
+    """Name the variables that `environment_fields` reads, for messages."""
     return LAUNCHED if is_launched(environ) else f"{PREFIX}*"
 
 
 def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The recipe fields that the environment gives: those of `FP8_BACKENDS_RECIPE`, else of `ACCELERATE_FP8_*`, in any
-    case, without the launcher's defaults."""
+    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*` (any case), without the launcher's
+    defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
         return _launched_fields(environ[LAUNCHED])
-    found = variables(environ)
-    overrides = [found.pop(suffix, "False") for suffix in _OVERRIDES]
-    asked: dict[str, Any] = {}
-    for suffix, text in found.items():
-        known = find_variable(suffix)
-        if known is None:
+    texts = variables(environ)
+    overrides = [texts.pop(suffix, "False") for suffix in _OVERRIDES]
+    fields: dict[str, Any] = {}
+    for suffix, text in texts.items():
+        if (match := find_variable(suffix)) is None:
             raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
-        field, variable = known
+        field, variable = match
         value = variable_value(field, variable, text)
         if value is None or value == variable.launcher_default:
             continue
-        if asked.setdefault(field.name, value) != value:
+        if fields.setdefault(field.name, value) != value:
             raise RecipeError(
-                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says {shown(asked[field.name])}"
+                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says {shown(fields[field.name])}"
             )
     if any(flags := _override_flags(overrides)):
-        asked["override_linear_precision"] = flags
-    if asked.get("backend", "").lower() == "no":
-        del asked["backend"]
-    return asked
+        fields["override_linear_precision"] = flags
+    if fields.get("backend", "").lower() == "no":
+        del fields["backend"]
+    return fields
 
 
 def _launched_fields(text: str) -> dict[str, Any]:
-    """The fields in that variable, with tuples for lists, as a recipe has them."""
     try:
         given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
     except (ValueError, RecursionError):
@@ -229,15 +273,15 @@ def _launched_fields(text: str) -> dict[str, Any]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of `ACCELERATE_FP8_*` by suffix in upper case, without empty ones."""
-    found: dict[str, str] = {}
+    """Return the non-empty values of `ACCELERATE_FP8_*` by suffix in upper case."""
+    texts: dict[str, str] = {}
     for key, text in environ.items():
         suffix = key.upper().removeprefix(PREFIX)
         if not key.upper().startswith(PREFIX) or not text.strip():
             continue
-        if found.setdefault(suffix, text) != text:
-            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {shown(found[suffix])} and {shown(text)}")
-    return found
+        if texts.setdefault(suffix, text) != text:
+            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {shown(texts[suffix])} and {shown(text)}")
+    return texts
 
 
 def _override_flags(texts: list[str]) -> tuple[bool, ...]:
@@ -251,63 +295,79 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
         ) from None
 
 
-# One place of several (`merging`)
+# One source of several (`merging`)
 
 
 class Source(NamedTuple):
-    """What one place says about the recipe."""
+    """The recipe fields from one place."""
 
     fields: Mapping[str, Any]
-    """Fields of `FP8RecipeKwargs`, each in its one spelling."""
+    """Parsed values by name."""
     places: Mapping[str, str]
-    """How the place says each field, for messages."""
+    """Each field as the place writes it, for messages."""
     idle: frozenset[str] = frozenset()
-    """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
+    """Fields at a default that the place fills in: not given, unless the backend reads them."""
     selects_levels: bool = True
-    """Whether an `opt_level` without a backend that says msamp chooses a level."""
+    """True if an `opt_level` selects a level without a backend string that names msamp."""
+
+
+def add_field(
+    fields: dict[str, Any], places: dict[str, str], match: tuple[Field, Variable], value: Any, place: str
+) -> Any:
+    """Parse a value from `place` and add it; return it, or None if it means "not given". Raises `RecipeError` that
+    begins with the place, also if another name of the field has another value."""
+    field, variable = match
+    try:
+        parsed = variable_value(field, variable, value)
+    except RecipeError as error:
+        raise RecipeError(f"{place}: {error}") from None
+    if parsed is not None and fields.setdefault(field.name, parsed) != parsed:
+        raise RecipeError(f"{place} disagrees with {places[field.name]}: leave one of the two out")
+    if parsed is not None:
+        places.setdefault(field.name, place)
+    return parsed
 
 
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
-    """What the `fp8_config` block says, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
+    """Read the `fp8_config` block of an Accelerate YAML file, for `merging.merged`.
+
+    Keys are Accelerate's, those of `accelerate config` (`amax_history_length`, `optimization_level`, …), and every
+    field of a recipe, each with or without `fp8_` in front.
+
+    Args:
+        source: the name of the file.
+
+    Raises:
+        RecipeError: an unknown key, with the nearest valid one, or an invalid value; each with key and file.
+    """
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()
     for key, value in (fp8_config or {}).items():
         suffix = str(key).strip().lower().removeprefix("fp8_").upper()
-        if (known := find_variable(suffix)) is None:
+        if (match := find_variable(suffix)) is None:
             raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
-        field, variable = known
-        name = field.name
-        if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
+        field, variable = match
+        if value is None or (field.name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
-        place = f"{source}: fp8_config.{shortened(str(key))}={shown(value)}"
-        try:
-            parsed = variable_value(field, variable, value)
-        except RecipeError as error:
-            raise RecipeError(f"{place}: {error}") from None
-        if parsed is None:
-            continue
-        if fields.setdefault(name, parsed) != parsed:
-            raise RecipeError(f"{place} disagrees with {places[name]}: leave one of the two out")
-        places.setdefault(name, place)
-        if parsed in (variable.launcher_default, variable.question_default):
-            idle.add(name)
+        parsed = add_field(fields, places, match, value, f"{source}: fp8_config.{shortened(str(key))}={shown(value)}")
+        if parsed is not None and parsed in (variable.launcher_default, variable.question_default):
+            idle.add(field.name)
     return Source(fields, places, frozenset(idle), selects_levels=False)
 
 
 def _key(suffix: str) -> str:
-    """The name of a key in the file: the field's own, or the one that `accelerate config` writes."""
+    """Return the key of a variable in a file: the field's name, or the name that `accelerate config` writes."""
     field, _ = VARIABLES[suffix]
     return field.name if suffix in field.name.upper() else suffix.lower()
 
 
-# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`), and
-# the precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) as a backend string, or under
-# `precision` or `mixed_precision`. An argument that this package does not have is refused by name, unless its value
-# asks for nothing, such as False.
+# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`).
+# Precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) may be a backend string, or the value
+# of `precision` or `mixed_precision`. An unsupported argument is refused by name, unless its value is falsy.
 
 NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
-"""Their names for fields of ours, each with what turns their value into ours."""
+"""Their names of our fields, each with the translation of values."""
 
 _LAYERS_BF16 = "which layers are first and last is for the model to say: name them in exclude, such as "
 _LAYERS_BF16 += '["*.layers.0.*", "*.layers.31.*"]'
@@ -327,7 +387,7 @@ REFUSED = {
     "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED,
     **dict.fromkeys(("fp4", "fp4_param", "fp4_param_gather"), "this package has no FP4"),
 }
-"""Arguments about FP8 that cannot be honoured, and what to do."""
+"""Unsupported FP8 arguments, each with the alternative."""
 
 _DELAYED = {"scaling": "delayed", "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "max"}
 PLUGINS = {
@@ -336,17 +396,17 @@ PLUGINS = {
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
-"""What precision plug-ins compute, by their names without bf16_ or fp16_. They also gather weights in FP8, from masters
-in high precision, which changes what travels and not the products; this package leaves weights as they are stored."""
+"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8 from high-precision masters; that
+changes communication and not products, and this package leaves weights as stored."""
 _CURRENT_SCALING = "with_fp8_current_scaling_mixed"
 _KEYS_OF_PLUGINS = ("precision", "mixed_precision")
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The fields under our names, and whether any had another.
+    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated.
 
     Raises:
-        RecipeError: both names disagree, or something is asked for that cannot be honoured.
+        RecipeError: two names of a field disagree, or an argument is unsupported.
     """
     plain = {_plain(name): value for name, value in values.items()}
     if len(plain) < len(values):
@@ -354,64 +414,64 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         raise RecipeError(f"{shortened(spelled.most_common(1)[0][0])} is given twice, in two spellings: leave one out")
     plugin = _plugin_fields(plain)
     theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
-    own = {name: value for name, value in plain.items() if name not in theirs}
+    fields = {name: value for name, value in plain.items() if name not in theirs}
     if "fp8" in theirs and not _holds(lambda: theirs["fp8"], otherwise=True):
         raise RecipeError(f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
     for name, value in theirs.items():
-        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # refused itself, where it is True
+        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # itself refused if True
         if name in REFUSED and not idle and _holds(lambda value=value: value, otherwise=True):
             raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
     for name, value in theirs.items():
         if name in NAMES and value is not None:
-            _add_renamed(own, name, value)
-    given = {name: value for name, value in own.items() if value is not None}
-    own = {**own, **plugin, **given}  # an argument comes before its plug-in
+            _add_renamed(fields, name, value)
+    given = {name: value for name, value in fields.items() if value is not None}
+    fields = {**fields, **plugin, **given}  # an argument overrides its plug-in
     spelled = any(name.startswith("--") and name != "--backend" for name in values)
-    return own, bool(theirs or plugin or spelled)
+    return fields, bool(theirs or plugin or spelled)
 
 
 def _plain(name: str) -> str:
-    """A name such as `--fp8-margin` as Python spells it."""
+    """Spell a name such as `--fp8-margin` as Python does."""
     return name.removeprefix("--").replace("-", "_")
 
 
-def _lower(word: Any) -> str:
-    """A name of a plug-in in one spelling; empty for what is no text."""
-    return _plain(word).lower() if isinstance(word, str) else ""
-
-
 def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a precision plug-in stands for, which is taken out of `plain`."""
+    """Remove a precision plug-in from `plain` and return its fields."""
+
+    def spelled(key: str) -> str:
+        return _plain(plain[key]).lower() if isinstance(plain.get(key), str) else ""
+
     named = [key for key in _KEYS_OF_PLUGINS if key in plain]
-    if _lower(plain.get("backend")).startswith(("bf16_with_", "fp16_with_")):
+    if spelled("backend").startswith(("bf16_with_", "fp16_with_")):
         named.append("backend")
     if len(named) > 1:
         raise RecipeError(f"{' and '.join(named)} name a precision both: leave one out")
     if not named:
         return {}
-    key, word = named[0], plain.pop(named[0])
-    dtype, _, rest = _lower(word).partition("_")
+    dtype, _, rest = spelled(named[0]).partition("_")
+    written = f"{named[0]}={shown(plain.pop(named[0]))}"
     if dtype in ("bf16", "fp16") and rest in PLUGINS:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
     if rest.endswith(_CURRENT_SCALING):
         raise RecipeError(
-            f"{key}={shown(word)} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
+            f"{written} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
         )
-    known = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
+    names = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
     raise RecipeError(
-        f"{key}={shown(word)} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', known)}; "
-        f"known are {', '.join(known)}"
+        f"{written} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; "
+        f"known are {', '.join(names)}"
     )
 
 
-def _add_renamed(own: dict[str, Any], name: str, value: Any) -> None:
+def _add_renamed(fields: dict[str, Any], name: str, value: Any) -> None:
     field, reads = NAMES[name]
     try:
         meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from None
-    if own.get(field.name) is not None and not _holds(lambda: own[field.name] in (value, meant)):
+    present = fields.get(field.name)
+    if present is not None and not _holds(lambda: present in (value, meant)):
         raise RecipeError(
-            f"{name}={shown(value)} and {field.name}={shown(own[field.name])} are two names of one field: leave one out"
+            f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one field: leave one out"
         )
-    own[field.name] = meant
+    fields[field.name] = meant

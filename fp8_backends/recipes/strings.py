@@ -1,4 +1,4 @@
-"""A backend string taken apart.
+"""Parse and write backend strings.
 
 COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 """
@@ -15,13 +15,13 @@ from ..words import shown
 AUTO = "auto"
 MSAMP = ("msamp", "ms-amp")
 _MSAMP_MEANS = ("native", "window")
-"""The compute and the scaling rule of a string that names MS-AMP alone."""
+"""Compute and scaling rule of a string that only names MS-AMP."""
 _PER_TENSOR = ("dynamic", "tensorwise", "current")
-"""Three names of one rule: each backend has the one that its own library uses."""
+"""Three names of one rule: each backend has the name from its library."""
 
 
 class BackendName(NamedTuple):
-    """The parts of a backend string; None for a part that it leaves out."""
+    """The parts of a backend string; None for an absent part."""
 
     compute: str
     scaling: str | None = None
@@ -29,7 +29,8 @@ class BackendName(NamedTuple):
 
 
 def parse_backend(text: str) -> BackendName:
-    """Take a backend string apart, aliases and case removed. Raises `RecipeError` with what is valid and close."""
+    """Split a backend string, aliases and case resolved; a level without a number is "". Raises `RecipeError` with the
+    valid and the nearest names."""
     word = text.strip().lower()
     if word == AUTO:
         return BackendName(AUTO)
@@ -54,7 +55,7 @@ def parse_backend(text: str) -> BackendName:
 
 
 def names_backend(precision: Any) -> bool:
-    """Whether what stands for mixed precision is a backend string. Raises `RecipeError` for one that nobody knows."""
+    """Return True if a mixed precision is a backend string. Raises `RecipeError` for an unknown one."""
     word = precision.strip().lower() if isinstance(precision, str) else ""
     if ":" in word or "+" in word:
         return bool(parse_backend(word))
@@ -62,15 +63,15 @@ def names_backend(precision: Any) -> bool:
 
 
 def canonical_name(compute: str, scaling: str, level: str | None) -> str:
-    """The one string that this package writes for a backend, such as `te:delayed+msamp:O2`: the short `msamp:O2` where
-    that says it all. `level` None: the string names none."""
+    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`, or `msamp:O2` for native:window. `level`
+    None: the string names no level."""
     if level is not None and (compute, scaling) == _MSAMP_MEANS:
         return f"msamp:{level}"
     return f"{compute}:{scaling}" + (f"+msamp:{level}" if level is not None else "")
 
 
 def level_name(word: str, place: str) -> str:
-    """The level, O0 to O4. Raises `RecipeError` that begins with `place`, which the word is from."""
+    """Return the level, O0 to O4. Raises `RecipeError` that begins with `place`, the source of the word."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
         raise RecipeError(
             f"{place}: unknown level {shown(word)}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})"
@@ -79,30 +80,20 @@ def level_name(word: str, place: str) -> str:
 
 
 def scaling_name(compute: str, word: Any, place: str) -> str:
-    """The name that this backend has for a scaling rule. Raises `RecipeError` that begins with `place`."""
+    """Return this backend's name of a scaling rule; any word for `auto`. Raises `RecipeError` that begins with
+    `place`, the source of the word."""
     if not isinstance(word, str):
         raise RecipeError(f"{place}: the name of a scaling rule is wanted, such as 'delayed'")
-    name = known_scaling(compute, word)
-    if name is None:
-        raise unknown_scaling(compute, word, place)
-    return name
-
-
-def unknown_scaling(compute: str, word: str, place: str) -> RecipeError:
-    """The error for a scaling rule that this backend does not have."""
-    backend, word = registry.get_compute(compute), word.strip().lower()
-    known = ", ".join(f"{name} (default)" if name == backend.default_scaling else name for name in backend.scalings)
-    return RecipeError(
-        f"{place}: {compute} has no scaling {shown(word)}{closest(word, backend.scalings)}; it has {known}"
-    )
-
-
-def known_scaling(compute: str, word: str) -> str | None:
-    """The name that this backend has for a scaling rule, or None."""
     word = word.strip().lower()
     if compute == AUTO:
         return word  # checked once a backend is chosen
     backend = registry.get_compute(compute)
+    name = word
     if word in _PER_TENSOR:
-        word = next((name for name in _PER_TENSOR if name in backend.scalings), word)
-    return word if word in backend.scalings or word in backend.unnamed_scalings else None
+        name = next((name for name in _PER_TENSOR if name in backend.scalings), word)
+    if name in backend.scalings or name in backend.unnamed_scalings:
+        return name
+    valid = ", ".join(f"{rule} (default)" if rule == backend.default_scaling else rule for rule in backend.scalings)
+    raise RecipeError(
+        f"{place}: {compute} has no scaling {shown(word)}{closest(word, backend.scalings)}; it has {valid}"
+    )

@@ -27,8 +27,7 @@ from ..compute import hardware, registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.fields import NAMING
-from ..recipes.handlers import Recipe, resolve
-from ..recipes.specs import Spec
+from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
 from ..words import as_html, finite, first_line, listed, share
 from . import conversion, preparation

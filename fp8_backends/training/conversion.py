@@ -25,7 +25,7 @@ from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
-from ..recipes.comparison import differences
+from ..recipes.handlers import differences
 from . import fused_head
 from .observed import Observed
 from .weight_products import (

@@ -1,7 +1,7 @@
 """Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last. It marks a whole
 checkpoint.
 
-This module knows folders, not ranks: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
+This module knows folders, not ranks: `accelerate_plugin/checkpoints.py` saves on many ranks.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed
-from ..recipes.handlers import Recipe, resolve
-from ..recipes.specs import Spec
+from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown

@@ -1,7 +1,7 @@
 """Save and load the scaling states of prepared models.
 
 They are in the optimizer's state dict, under a key ignored by stock PyTorch; a model's state dict has the names and
-tensors of the plain model. `Accelerator.save_state` writes separate files (`accelerate_plugin.checkpoint`).
+tensors of the plain model. `Accelerator.save_state` writes separate files (`accelerate_plugin.checkpoints`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
-from ..recipes.comparison import as_json, differences
-from ..recipes.handlers import Recipe
+from ..recipes.handlers import Recipe, as_json, differences
 from ..states.scaled_states import ScaledStates
 from .conversion import Prepared, prepared_roots
 
@@ -38,7 +37,7 @@ class ScalingState(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """The tensors of the scaling state, by "root key/name"."""
     recipes: dict[str, dict[str, Any]]
-    """`comparison.as_json` of the recipe of each root key."""
+    """`handlers.as_json` of the recipe of each root key."""
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:

@@ -13,8 +13,7 @@ from ..compute import registry
 from ..compute.fields import flag, parsed, whole_number, word
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..numerics.modules import check_is_module
-from ..recipes.handlers import resolve
-from ..recipes.specs import Spec
+from ..recipes.handlers import Spec, resolve
 from ..words import as_html, counted, shown
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity

@@ -108,28 +108,6 @@ def test_fp16_clips_to_the_true_norm():
     torch.testing.assert_close(torch.stack([p.grad.norm() for p in model.parameters()]).norm(), norm)
 
 
-def test_fp16_overflow_skips_the_step_and_the_scheduler():
-    accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=64.0))
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    train(accelerator, model, optimizer, batches(1), scheduler)
-    before, rate = copied_parameters(model), optimizer.param_groups[0]["lr"]
-    x, y = batches(1)[0]
-    accelerator.backward(nn.functional.mse_loss(model(x), y) * float("inf"))
-    optimizer.step()
-    scheduler.step()
-    assert accelerator.optimizer_step_was_skipped
-    assert optimizer.param_groups[0]["lr"] == rate
-    assert accelerator.scaler.get_scale() == 32.0
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    optimizer.zero_grad()
-    train(accelerator, model, optimizer, batches(1), scheduler)
-    assert not accelerator.optimizer_step_was_skipped and optimizer.param_groups[0]["lr"] < rate
-    assert_all_moved(model, before)
-
-
 def test_fp16_loss_scale_is_part_of_save_state(tmp_path):
     accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=64.0, growth_interval=2))
     model = mlp()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,27 +91,6 @@ def test_training_resumes_from_the_newest_checkpoint_of_a_relative_folder(backen
     assert_same(second.state(), initial)
     second.accelerator.load_state()
     assert_same(second.state(), first.state())
-
-
-def test_old_checkpoints_are_deleted_with_all_their_files(backend, tmp_path):
-    """`test_with_save_limit` and `test_checkpoint_deletion`."""
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    run = Run(backend, project_config=project)
-    for _ in range(11):
-        run.accelerator.save_state()
-    folders = sorted(Path(tmp_path, "checkpoints").iterdir())
-    assert [folder.name for folder in folders] == ["checkpoint_10", "checkpoint_9"]
-    assert {file.name for file in folders[0].iterdir()} == {file.name for file in folders[1].iterdir()}
-    run.accelerator.load_state()
-
-
-def test_what_has_no_state_is_refused_and_our_models_and_optimizers_have_one(backend):
-    """`test_invalid_registration`."""
-    run = Run(backend)
-    with pytest.raises(ValueError) as refused:
-        run.accelerator.register_for_checkpointing(torch.ones(3), torch.ones(3), run.model, run.optimizer)
-    named = [f"Item at index {index}" in str(refused.value) for index in range(4)]
-    assert named == [True, True, False, False]
 
 
 def test_a_model_that_is_registered_beside_the_prepared_ones_is_saved_with_them(backend, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from plugin_training import batches, mlp
-from ported import BACKENDS, assert_same, fresh_accelerator, plain, train, weights_of
+from ported import BACKENDS, assert_same, components, fresh_accelerator, plain, train, weights_of
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import fp8_backends
@@ -159,34 +159,21 @@ def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
     assert rates == pytest.approx([step / 1000 for step in expected])
 
 
-def test_a_cycle_of_rates_and_momenta_reaches_the_optimizer(backend):
-    """`one_cycle_test`: the scheduler writes learning rate and betas into the optimizer's groups."""
+def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):
+    """gradient_accumulation_for_autoregressive_models.py: Accelerate knows of one step only."""
     accelerator = fresh_accelerator(backend)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    scheduler = OneCycleLR(optimizer, max_lr=0.01, steps_per_epoch=4, epochs=1)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    seen = []
-    for batch in batches(4):
-        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
-        train(accelerator, model, optimizer, scheduler, [batch])
-    assert len(set(seen)) == 4 and scheduler.scheduler.last_epoch == 4
-    assert optimizer.optimizer is scheduler.scheduler.optimizer
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_schedule_counts_accumulated_steps(backend, steps):
-    """`accumulation_test`: after ten steps of any number of microbatches the schedule of ten steps has ended."""
-    plugin = GradientAccumulationPlugin(num_steps=steps, adjust_scheduler=steps > 1)
-    accelerator = fresh_accelerator(backend, gradient_accumulation_plugin=plugin)
-    model = nn.Sequential(nn.Linear(32, 16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    data = batches(10 * steps)
-    train(accelerator, model, optimizer, scheduler, data[:-1])
-    assert scheduler.get_last_lr()[0] > 0
-    before = weights_of(model)
-    train(accelerator, model, optimizer, scheduler, data[-1:])
-    assert scheduler.get_last_lr()[0] == 0
-    assert not torch.equal(weights_of(model)["0.weight"], before["0.weight"])
+    ours, bare = (components()[:3] for _ in range(2))
+    model, optimizer, _ = accelerator.prepare(*ours)
+    fp8_backends.prepare(*bare[:2], backend)
+    for step in range(2):
+        for x, y in batches(3, seed=step):
+            accelerator.backward(nn.functional.mse_loss(model(x), y, reduction="sum") / 768)
+            with accelerator.autocast():
+                output = bare[0](x)
+            (nn.functional.mse_loss(output.float(), y, reduction="sum") / 768).backward()
+        norms = [accelerator.clip_grad_norm_(each.parameters(), 0.01) for each in (model, bare[0])]
+        assert torch.equal(*norms) and norms[0] > 0.01
+        for each in (optimizer, bare[1]):
+            each.step()
+            each.zero_grad()
+    assert_same(weights_of(model), weights_of(bare[0]))

@@ -18,7 +18,7 @@ from accelerate.utils import ProjectConfiguration
 from plugin_training import batches, copied_parameters, mlp, train
 
 import fp8_backends
-from fp8_backends.accelerate_plugin import whole_checkpoints
+from fp8_backends.accelerate_plugin import checkpoints
 from fp8_backends.errors import FP8BackendError
 
 DATA = batches(4)
@@ -364,7 +364,7 @@ def test_automatic_naming_loads_the_newest_whole_one_and_removes_old_ones_last(t
         assert (newest / "fp8_manifest.json").exists() and (folder / "checkpoint_1").exists()
         raise Killed
 
-    monkeypatch.setattr(whole_checkpoints, "remove_oldest", removes)
+    monkeypatch.setattr(checkpoints, "_remove_oldest", removes)
     with pytest.raises(Killed):
         accelerator.save_state()
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 import fp8_backends
-from fp8_backends.accelerate_plugin.launch_flags import parse, recipe_flags
+from fp8_backends.accelerate_plugin.launch import parse, recipe_flags
 from fp8_backends.cli import advise
 from fp8_backends.cli.config import read
 from fp8_backends.cli.main import main

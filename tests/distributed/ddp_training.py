@@ -155,9 +155,12 @@ def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGES
 
 
 class Traffic:
-    """Count calls of the collectives of `torch.distributed` from Python, and their bytes: a context."""
+    """As a context: count calls of the collectives of `torch.distributed` in Python, and their bytes."""
 
-    NAMES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+    NAMES = (
+        *("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"),
+        *("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
 
     def __enter__(self) -> Traffic:
         self.calls: list[tuple[str, int]] = []
@@ -171,15 +174,23 @@ class Traffic:
             setattr(dist, name, original)
 
     def _counted(self, name, original):
-        def call(first, *args, **kwargs):
-            given = first if name == "all_reduce" else args[0]
+        place = 0 if name == "all_reduce" else 1
+
+        def call(*args, **kwargs):
+            named = next((kwargs[key] for key in ("tensor", "input", "input_tensor") if key in kwargs), None)
+            given = args[place] if len(args) > place else named
             self.calls.append((name, given.numel() * given.element_size()))
-            return original(first, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
-    def count(self, name: str) -> int:
-        return sum(called == name for called, _ in self.calls)
+    def count(self, kind: str) -> int:
+        """Calls of the collectives whose names begin with `kind`."""
+        return sum(called.startswith(kind) for called, _ in self.calls)
+
+    def bytes(self, kind: str) -> int:
+        """Bytes that this rank handed to them."""
+        return sum(size for called, size in self.calls if called.startswith(kind))
 
     def sent(self) -> float:
         """Bytes that this rank sends to others."""

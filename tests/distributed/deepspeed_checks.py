@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from accelerate.utils import AORecipeKwargs, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from conv1d_twins import conv_twin
 from deepspeed_training import (
     COMPUTES,
@@ -24,17 +26,15 @@ from deepspeed_training import (
     assert_products,
     batches,
     ds_config,
-    environment,
     json_file,
     mean_over_ranks,
-    same_on_all_ranks,
     scaling_states,
-    shared_folder,
     shares,
     train,
     train_alone,
     whole_parameters,
 )
+from fsdp2_training import same_on_all_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8_backends
@@ -93,7 +93,7 @@ def _gap(losses: list[float], others: list[float]) -> float:
 
 
 def check_a_saved_run_resumes_to_the_bit():
-    data, folder = shares(batches(6)), shared_folder()
+    data, folder = shares(batches(6)), ranks.shared_folder()
     for backend, stage in (*_every_stage("native:delayed"), ("native:window", 3), ("ao:tensorwise", 2)):
         with accelerator(stage, backend, bf16=True) as acc:
             model = Blocks()
@@ -114,7 +114,7 @@ def check_a_saved_run_resumes_to_the_bit():
 
 def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
     """As `transformers.Trainer` writes them, which never calls `save_state`."""
-    data, folder = shares(batches(6)), shared_folder()
+    data, folder = shares(batches(6)), ranks.shared_folder()
     for stage in (2, 3):
         with accelerator(stage, "native:delayed") as acc:
             model = Blocks()
@@ -255,37 +255,6 @@ def check_compiled_engines_train_and_prove_it():
             assert sum("2/2 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
 
 
-def check_fields_of_a_recipe_are_honoured():
-    """Stock Accelerate passes no TERecipeKwargs on under DeepSpeed."""
-    fields = {
-        "margin": 1,
-        "amax_history_len": 4,
-        "amax_compute_algo": "max",
-        "override_linear_precision": (False, False, True),
-    }
-    data = batches(5)
-    expected = train_alone("native:delayed", data, **fields)
-    assert expected != train_alone("native:delayed", data)
-    for stage in (1, 3):
-        with accelerator(stage, "native:delayed", fields=fields) as acc:
-            model = Blocks()
-            engine, optimizer = acc.prepare(model, adamw(model))
-            assert train(acc, engine, optimizer, data) == expected
-            assert all(state.shape == (3, 6) for state in scaling_states(model))
-            products = fp8_backends.audit(model).products["layers.1"]
-            assert products["wgrad"] == 0 and products["dgrad"] == products["fprop"] == 5
-
-
-def check_accelerates_own_handler_for_torchao_is_honoured():
-    data = batches(3)
-    with accelerator(2, None, handler=AORecipeKwargs(), bf16=True) as acc:
-        assert acc.fp8_recipe.name == "ao:tensorwise"
-        model = Blocks()
-        engine, optimizer = acc.prepare(model, adamw(model))
-        train(acc, engine, optimizer, data)
-        assert_products(model)
-
-
 def check_a_json_with_auto_values_and_an_optimizer_of_its_own():
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
@@ -327,7 +296,8 @@ def check_refusals():
         words = (f"msamp:{level}", "DeepSpeed", "fsdp_version=2", "native:window trains in FP8")
         refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(zero_stage=1))
         refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(hf_ds_config=path))
-        with environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3"):
+        variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+        with mock.patch.dict(os.environ, variables):
             refused(*words, backend=f"msamp:{level}")
     stage_1 = DeepSpeedPlugin(zero_stage=1)
     refused("autocast_dtype", "DeepSpeed", backend="native", plugin=stage_1, autocast_dtype="fp32")

@@ -156,23 +156,10 @@ def scaling_states(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def same_on_all_ranks(tensor: torch.Tensor) -> bool:
-    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, tensor)
-    return all(torch.equal(tensor, other) for other in others)
-
-
 def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")]):
         return [p.detach().clone() for p in parameters]
-
-
-def shared_folder() -> str:
-    """A new folder that all ranks see."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def json_file(config: dict) -> str:
@@ -180,18 +167,6 @@ def json_file(config: dict) -> str:
     path = Path(tempfile.mkdtemp(), "deepspeed.json")
     path.write_text(json.dumps(config))
     return str(path)
-
-
-@contextlib.contextmanager
-def environment(**variables: str):
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update({name: text for name, text in before.items() if name in variables})
 
 
 def assert_products(model: nn.Module, layers: int = LAYERS + 1, at_least: int = 1) -> None:

@@ -5,14 +5,12 @@ without one, which DDP treats alike, a row has one. On one process a row has all
 from __future__ import annotations
 
 import gc
-import tempfile
 from pathlib import Path
 
 import feature_runs
 import feature_setting
 import ranks
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from feature_table import BACKENDS, FEATURES, LEVELS, Feature
 
@@ -21,10 +19,8 @@ from fp8_backends.errors import FP8BackendError
 
 
 def check(feature: Feature, backend: str) -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     try:
-        feature_runs.as_in_the_table(feature, backend, Path(folder[0]))
+        feature_runs.as_in_the_table(feature, backend, Path(ranks.shared_folder()))
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()

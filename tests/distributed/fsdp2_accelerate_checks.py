@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 
 import pytest
 import ranks
@@ -186,7 +185,7 @@ def check_save_and_resume():
         *(("native:delayed", full), (GATHERED, shards), ("msamp:O2", full), ("msamp:O4", shards)),
         *(("msamp:O3", full), (GATHERED_BY_AO, shards)),
     ):
-        folder = _shared_folder()
+        folder = ranks.shared_folder()
         acc = accelerator(spec, state_dict_type=kind)
         run = acc.prepare(*new())
         train(acc, *run, 2)
@@ -198,27 +197,6 @@ def check_save_and_resume():
         again.load_state(folder)
         resumed = train(again, *run, 2, seed=1)
         assert resumed == unbroken, (spec, kind, unbroken, resumed)
-
-
-def _shared_folder() -> str:
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return names[0]
-
-
-def check_state_dict_for_everyone():
-    """`get_state_dict`: on the first rank, whole and plain, as a stock model loads it, equal to the shards."""
-    for spec in ("msamp:O2", "msamp:O3", GATHERED_BY_AO):
-        acc = accelerator(spec)
-        run = acc.prepare(*new())
-        train(acc, *run, 2)
-        shards = {name: whole(value) for name, value in run[0].state_dict().items()}
-        state = acc.get_state_dict(run[0])
-        if acc.is_main_process:
-            assert {type(value) for value in state.values()} == {torch.Tensor}
-            stock = Net(ROWS)
-            stock.load_state_dict(state)
-            assert all(torch.equal(value, shards[name]) for name, value in stock.state_dict().items())
 
 
 def check_clipping():
@@ -233,29 +211,6 @@ def check_clipping():
         clipped = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
         # FP32 sums
         assert abs(norm / exact - 1) < 1e-5 and abs(clipped / (exact / 4) - 1) < 1e-5, (spec, norm, exact, clipped)
-
-
-def check_accumulation():
-    """Two microbatches are one batch of both, and travel once. They are equal, so that the amaxes of FP8 products are;
-    what remains is the order of FP32 sums, and E4M3 on the wire and at rest, on both sides."""
-    ids = batches(1) * 2
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    for spec in ("native:dynamic", "msamp:O2"):
-        gradients = []
-        for microbatches in (1, 2):
-            acc = accelerator(spec, accumulate=microbatches, mixed_precision_policy=policy)
-            model, optimizer, _ = acc.prepare(*new())
-            for part in [torch.cat(ids)] if microbatches == 1 else ids:
-                with acc.accumulate(model):
-                    acc.backward(loss_of(model, part))
-            assert acc.sync_gradients
-            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        for name, gradient in gradients[1].items():
-            exact = whole(gradients[0][name])
-            error = ((whole(gradient) - exact).norm() / exact.norm()).item()
-            assert error <= (0.055 if spec == "msamp:O2" else 0.01), (spec, name, error)
-            local = local_part(gradient)
-            assert not isinstance(local, ScaledTensor) or local._data.dtype == torch.float8_e4m3fn
 
 
 def check_precision_policies():

@@ -10,6 +10,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ddp_training import Traffic
 from fsdp2_training import Net, batches, loss_of, mean, prepared, same_on_all_ranks, shard, train, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -168,11 +169,11 @@ def check_microbatches():
     exact = _gradients(model, torch.cat(ids))
     for each_travels in (True, False):
         model, optimizer = prepared("msamp:O2")
-        with _Counted() as counted:
+        with Traffic() as counted:
             for i, part in enumerate(ids):
                 model.set_requires_gradient_sync(each_travels or i == 3)
                 (loss_of(model, part) / 4).backward()
-        assert counted.all_to_all == (16 if each_travels else 4)  # four units
+        assert counted.count("all_to_all") == (16 if each_travels else 4)  # four units
         local = local_part(model.mix.weight.grad)
         assert local._data.dtype == (torch.float32 if each_travels else torch.float8_e4m3fn)
         for name, p in model.named_parameters():
@@ -181,50 +182,6 @@ def check_microbatches():
                 assert error <= 0.055, (each_travels, name, error)
         optimizer.step()  # which casts what microbatches have accumulated
         assert local_part(model.mix.weight.grad)._data.dtype == torch.float8_e4m3fn
-
-
-class _Counted:
-    """Counts collectives, and the bytes that this rank hands to them."""
-
-    NAMES = {  # noqa: RUF012
-        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
-        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
-        "all_to_all": ("all_to_all_single",),
-    }
-
-    def __enter__(self):
-        self.bytes = dict.fromkeys(self.NAMES, 0)
-        self.originals = {}
-        for kind, names in self.NAMES.items():
-            setattr(self, kind, 0)
-            for name in names:
-                if hasattr(dist, name):
-                    self.originals[name] = getattr(dist, name)
-                    setattr(dist, name, self._counting(kind, self.originals[name]))
-        return self
-
-    def _counting(self, kind, original):
-        def call(output, input, *args, **kwargs):
-            return self._count(kind, original, output, input, *args, **kwargs)
-
-        def by_name(*args, **kwargs):
-            names = ("output_tensor", "output"), ("input_tensor", "input")
-            given = list(args)
-            output, input = (
-                given.pop(0) if given else next(kwargs.pop(n) for n in pair if n in kwargs) for pair in names
-            )
-            return call(output, input, *given, **kwargs)
-
-        return by_name
-
-    def _count(self, kind, original, output, input, *args, **kwargs):
-        setattr(self, kind, getattr(self, kind) + 1)
-        self.bytes[kind] += input.numel() * input.element_size()
-        return original(output, input, *args, **kwargs)
-
-    def __exit__(self, *_):
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
 
 
 class _Stack(nn.Module):
@@ -240,7 +197,7 @@ class _Stack(nn.Module):
         return x
 
 
-def _bytes_of_a_step(spec) -> dict[str, int]:
+def _traffic_of_a_step(spec) -> Traffic:
     model = _Stack()
     if spec is not None:
         fp8_backends.prepare(model, None, spec)
@@ -250,30 +207,30 @@ def _bytes_of_a_step(spec) -> dict[str, int]:
     optimizer = torch.optim.AdamW(model.parameters())
     if spec is not None:
         fp8_backends.prepare(model, optimizer, spec)
-    with _Counted() as counted:
+    with Traffic() as counted:
         model(torch.randn(32, 128)).square().mean().backward()
     optimizer.step()
-    return counted.bytes
+    return counted
 
 
 def check_bytes_on_the_wire():
     """Counted at the collectives, of a forward and a backward. Groups of FP8 alone work on gloo."""
-    plain = _bytes_of_a_step(None)
+    plain = _traffic_of_a_step(None)
     shares = {}
     for name, spec in {**{level: f"msamp:{level}" for level in LEVELS}, "ao": GATHERED_BY_AO}.items():
-        counted = _bytes_of_a_step(spec)
-        shares[name] = counted["all_gather"] / plain["all_gather"]
+        counted = _traffic_of_a_step(spec)
+        shares[name] = counted.bytes("all_gather") / plain.bytes("all_gather")
         assert shares[name] <= 0.51, shares
         if name != "ao":  # its gradients travel as FSDP2 has it
-            shares[f"{name} gradients"] = counted["all_to_all"] / plain["reduce_scatter"]
-            assert shares[f"{name} gradients"] <= 0.51 and not counted["reduce_scatter"], shares
+            shares[f"{name} gradients"] = counted.bytes("all_to_all") / plain.bytes("reduce_scatter")
+            assert shares[f"{name} gradients"] <= 0.51 and not counted.count("reduce_scatter"), shares
     return shares
 
 
 def check_plain_gradients_on_request():
     for spec in (FP8RecipeKwargs(backend="msamp:O2", gradient_comm="plain"), "native:dynamic"):
-        counted = _bytes_of_a_step(spec)
-        assert counted["reduce_scatter"] and not counted["all_to_all"]
+        counted = _traffic_of_a_step(spec)
+        assert counted.count("reduce_scatter") and not counted.count("all_to_all")
 
 
 def check_another_torch_is_named():

@@ -9,8 +9,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_training import Traffic
 from expert_families import make_experts, routed
-from fsdp2_checks import _Counted
 from fsdp2_training import batches, loss_of, prepared, train, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -158,14 +158,14 @@ def check_bytes_on_the_wire():
             fully_shard(layer)
         fully_shard(model)
         fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
-        with _Counted() as counted, counted_reductions() as agreed:
+        with Traffic() as counted, counted_reductions() as agreed:
             y = model(torch.randn(32, 256, requires_grad=True))
             of_amaxes = sum(agreed)
             y.square().mean().backward()
         fp32 = 2 * 2 * 256 * 256 * 4 // dist.get_world_size()
-        gathered = counted.bytes["all_gather"]
+        gathered = counted.bytes("all_gather")
         shares[spec] = round(gathered / fp32, 4), round((gathered + of_amaxes) / fp32, 4)
-        assert counted.all_gather == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27, shares
+        assert counted.count("all_gather") == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27, shares
     return shares
 
 
@@ -194,7 +194,7 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
         for step in range(2):
             hidden, chosen, shares = routed(24, seed=2 * step + dist.get_rank(), experts=number)
             shares = shares[:, : chosen.shape[1]]
-            with _Counted() as counted:
+            with Traffic() as counted:
                 y = root.experts(hidden.requires_grad_(), chosen, shares)
                 y.square().mean().backward()
             losses += [y.sum().item(), hidden.grad.sum().item()]
@@ -207,7 +207,7 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
         losses.append(root.experts(hidden, chosen, shares).sum().item())
         runs.append((losses, weights(root)))
         biases = sum(-(-number // 2) * each.shape[1:].numel() for each in root.parameters() if each.dim() == 2)
-        gathered.append(counted.bytes["all_gather"] - 2 * 4 * biases)
+        gathered.append(counted.bytes("all_gather") - 2 * 4 * biases)
     assert_same(runs)
     return round(gathered[1] / gathered[0], 4)
 

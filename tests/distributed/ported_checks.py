@@ -8,7 +8,6 @@ the rank's own, with the mean of all, and with those of a loop over DDP without 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from pathlib import Path
 
@@ -19,25 +18,22 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
     GradientAccumulationPlugin,
+    TorchDynamoPlugin,
     merge_fsdp_weights,
     save_fsdp_model,
 )
 from accelerate.utils.operations import broadcast, gather, pad_across_processes, reduce
-from ddp_training import assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
+from ddp_training import WIDTH, Traffic, assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import fp8_backends
+from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.states.levels import quantize_weight
 from fp8_backends.training.preparation import finish_accumulation
 
 fp8_backends.connect()
@@ -143,34 +139,6 @@ def check_gradients_stay_on_a_rank_under_no_sync_and_are_equal_after_it():
         pair.assert_equal_weights()
 
 
-def check_a_backward_that_is_told_to_synchronise_after_several_forwards():
-    """`test_distributed_sync_multiple_fwd`. Without `trigger_sync_in_backward` nothing travels."""
-    for backend in BACKENDS:
-        pair = Pair(backend)
-        model, accelerator = pair.model, pair.accelerator
-        losses, of_alone = [], []
-        for index in range(3):
-            with accelerator.no_sync(model):
-                losses.append(mse(model, mine(index)))
-            of_alone.append(pair.loss(pair.alone, mine(index)))
-        for loss, other in zip(losses[:2], of_alone, strict=False):
-            accelerator.backward(loss)
-            other.backward()
-            assert differ_between_ranks(gradients(model)), backend
-            assert all_equal(gradients(model), gradients(pair.alone)), backend
-        with accelerator.trigger_sync_in_backward(model):
-            accelerator.backward(losses[2])
-        of_alone[2].backward()
-        pair.assert_equal_on_all_ranks()  # scaling states, too
-        if backend in O0:
-            assert all_equal(gradients(model), mean_over_ranks(gradients(pair.alone))), backend
-        else:  # the sum of three is rounded to E4M3 twice on its way
-            for own, mean in zip(gradients(model), mean_over_ranks(gradients(pair.alone)), strict=True):
-                assert (own - mean).norm() <= 0.04 * mean.norm(), backend
-        pair.optimizer.step()
-        pair.assert_equal_on_all_ranks()
-
-
 def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
     """`test_gradient_accumulation_with_opt_and_scheduler`, with `sync_each_batch` and without. A scheduler makes as
     many steps as there are ranks; the last step has one microbatch."""
@@ -205,30 +173,6 @@ def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
             pair.assert_equal_weights()
 
 
-# test_script.py
-
-
-def check_ranks_with_equal_data_train_as_one_process_does():
-    """`training_check`: the mean of equal gradients is each of them. At a level gradients that travel are rounded
-    otherwise than those that stay."""
-    for backend in O0:
-        accelerator = fresh_accelerator(backend)
-        model = mlp()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-        alone = mlp()
-        its_optimizer = torch.optim.AdamW(alone.parameters(), lr=5e-3)
-        fp8_backends.prepare(alone, its_optimizer, backend)
-        for index in range(5):
-            accelerator.backward(mse(model, batch(index)))
-            with accelerator.autocast():
-                output = alone(batch(index)[0])
-            nn.functional.mse_loss(output.float(), batch(index)[1]).backward()
-            for each in (optimizer, its_optimizer):
-                each.step()
-                each.zero_grad()
-        assert all_equal(accelerator.unwrap_model(model).parameters(), alone.parameters()), backend
-
-
 # test_ops.py
 
 
@@ -251,66 +195,6 @@ def check_weights_and_gradients_go_through_accelerates_operations_as_plain_tenso
             assert torch.equal(padded.float(), pad_across_processes(plain[: 16 * (rank + 1)])), backend
 
 
-# test_distributed_data_loop.py
-
-
-def check_uneven_inputs_are_joined():
-    """`test_can_join_uneven_inputs`: rank 1 has fewer batches. O3 is refused, since each rank makes steps of others."""
-    for backend in BACKENDS:
-        pair = Pair(backend, dataloader_config=DataLoaderConfiguration(even_batches=False))
-        loader = pair.accelerator.prepare(DataLoader(TensorDataset(*batch(0, rows=48)), batch_size=16))
-        seen = 0
-        try:
-            with _as_on_gpus(), pair.accelerator.join_uneven_inputs([pair.model]):
-                for data in loader:
-                    pair.accelerator.backward(mse(pair.model, data))
-                    pair.optimizer.step()
-                    pair.optimizer.zero_grad()
-                    seen += 1
-        except FP8BackendError as error:
-            assert backend == "msamp:O3" and "even_batches=True" in str(error), (backend, error)
-        else:
-            assert backend != "msamp:O3" and seen == 2 - dist.get_rank(), (backend, seen)
-            # the states of a stock optimizer stay behind, as in every training with PyTorch's Join
-            assert_equal_on_all_ranks(pair.model, None if backend in O0 else pair.optimizer.optimizer)
-
-
-@contextlib.contextmanager
-def _as_on_gpus():
-    """Accelerate joins ranks that have GPUs only; PyTorch joins all."""
-    states, kind = (PartialState._shared_state, AcceleratorState._shared_state), "distributed_type"
-    before = [state[kind] for state in states]
-    for state in states:
-        state[kind] = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        for state, own in zip(states, before, strict=True):
-            state[kind] = own
-
-
-# test_ddp_comm_hook.py
-
-
-def check_a_communication_hook_averages_all_gradients_or_is_refused():
-    """FP16 compression. At a level it would see the gradients of biases and norms alone."""
-    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
-    for backend in BACKENDS:
-        if backend not in O0:
-            with pytest.raises(FP8BackendError, match="leave the hook out"):
-                Pair(backend, handler)
-            continue
-        pair = Pair(backend, handler)
-        pair.accelerator.backward(mse(pair.model, mine(0)))
-        pair.loss(pair.alone, mine(0)).backward()
-        halves = [gradient.half() / dist.get_world_size() for gradient in gradients(pair.alone)]
-        for half in halves:
-            dist.all_reduce(half)
-        assert all_equal(gradients(pair.model), [half.float() for half in halves]), backend
-        pair.optimizer.step()
-        pair.assert_equal_on_all_ranks()
-
-
 # test_merge_weights.py
 
 
@@ -319,7 +203,7 @@ def check_sharded_weights_merge_into_a_plain_file():
         accelerator = fsdp2_accelerate_checks.accelerator(backend, state_dict_type="SHARDED_STATE_DICT")
         run = accelerator.prepare(*fsdp2_accelerate_checks.new())
         fsdp2_accelerate_checks.train(accelerator, *run, 2)
-        folder = Path(fsdp2_accelerate_checks._shared_folder())
+        folder = Path(ranks.shared_folder())
         save_fsdp_model(AcceleratorState().fsdp_plugin, accelerator, run[0], str(folder))
         state = accelerator.get_state_dict(run[0])
         merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=False)
@@ -331,23 +215,6 @@ def check_sharded_weights_merge_into_a_plain_file():
 
 
 # examples/by_feature
-
-
-def check_local_steps_are_averaged():
-    """local_sgd.py: ranks train apart and average their weights now and then."""
-    for backend in BACKENDS:
-        pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
-        with LocalSGD(accelerator=pair.accelerator, model=pair.model, local_sgd_steps=2) as local:
-            for index in range(4):
-                pair.accelerator.backward(mse(pair.model, mine(index)))
-                pair.optimizer.step()
-                pair.optimizer.zero_grad()
-                weights = [p.detach().float() + 0.0 for p in pair.model.parameters()]
-                assert differ_between_ranks(weights), (backend, index)
-                local.step()
-                averaged = [p.detach().float() + 0.0 for p in pair.model.parameters()]
-                assert differ_between_ranks(averaged) == (index % 2 == 0), (backend, index)
-                assert index % 2 == 0 or all_equal(averaged, _as_stored(mean_over_ranks(weights), backend)), backend
 
 
 def check_local_steps_are_refused_where_one_rank_steps_for_all():
@@ -364,14 +231,6 @@ def check_local_steps_are_refused_where_one_rank_steps_for_all():
     with pytest.raises(FP8BackendError, match="one rank owns the full-precision values.*shard_states=False"):
         with LocalSGD(accelerator=pair.accelerator, model=pair.model, local_sgd_steps=8):
             pass  # it averages weights at its end
-
-
-def _as_stored(values: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
-    """What weights and biases hold that these values were written to: at a level weights are rounded to scaled FP16."""
-    if backend in O0:
-        return values
-    level = backend.split(":")[1]
-    return [value if value.dim() == 1 else quantize_weight(value, level).exact() for value in values]
 
 
 def check_a_loss_that_counts_tokens_accumulates_by_hand():
@@ -429,6 +288,65 @@ def check_values_of_gradients_are_clipped():
         pair.optimizer.step()
         pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
         pair.assert_equal_on_all_ranks()
+
+
+# Further behaviour under DDP
+
+
+def check_microbatches_travel_once_a_step():
+    accelerator = fresh_accelerator("msamp:O2", gradient_accumulation_steps=4)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    with Traffic() as traffic:
+        _train(accelerator, model, optimizer, range(8))
+    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), traffic.calls
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+def check_regions_compile_under_ddp():
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    accelerator = fresh_accelerator("msamp:O2", dynamo_plugin=plugin)
+    model = Blocks()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    _train(accelerator, model, optimizer, range(2))
+    assert Connection.find(model).reducer is not None and "OptimizedModule" in repr(model)
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def check_a_loss_scaler_skips_on_all_ranks():
+    pair = Pair("msamp:O2", fields={"autocast_dtype": "fp16"})
+    _train(pair.accelerator, pair.model, pair.optimizer, range(2))
+    scale = pair.accelerator.scaler.get_scale()
+    pair.accelerator.backward(mse(pair.model, mine(2)) * (float("inf") if dist.get_rank() else 1.0))
+    pair.optimizer.step()
+    assert pair.optimizer.step_was_skipped and pair.accelerator.scaler.get_scale() < scale
+    pair.optimizer.zero_grad()
+    pair.assert_equal_on_all_ranks()
+
+
+def check_a_model_with_nothing_for_ddp_is_refused():
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    with pytest.raises(FP8BackendError, match="exclude"):
+        fresh_accelerator("msamp:O2").prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def _train(accelerator: Accelerator, model: nn.Module, optimizer, seeds: range) -> None:
+    for seed in seeds:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model, mine(seed)))
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

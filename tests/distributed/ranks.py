@@ -21,6 +21,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -81,6 +82,15 @@ def main(namespace: dict) -> None:
         _run_checks(namespace)
     else:
         sys.exit(_fork_ranks(namespace, int(os.environ["RANKS"])))
+
+
+def shared_folder() -> str:
+    """Make a new folder, the same on all ranks."""
+    import torch.distributed as dist
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return folder[0]
 
 
 class Said(logging.Handler):

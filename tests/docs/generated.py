@@ -114,6 +114,22 @@ def simple_table(rows: list[list[str]]) -> str:
     return "\n".join([rule, header, rule, *lines, rule])
 
 
+def recipe_fields() -> str:
+    """List every field with its values, default and readers."""
+    lines = []
+    for field in fields.FIELDS.values():
+        if field.name in fields.NAMING or field.name in fields.COMMON:
+            read_by = "every backend"
+        elif field.name in fields.OF_LEVELS:
+            read_by = f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
+        else:
+            read_by = fields.readers(field.name)
+        lines.append(f"``{field.name}``" + (f" ({field.values_and_default})" if field.values_and_default else ""))
+        text = f"{fields.help_of(field)} *Read by* {read_by}.".replace("_ ", "\\_ ").replace("**", "\\*\\*")
+        lines += textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
 def between(name: str, text: str) -> str:
     return f".. begin table {name}\n\n{text.strip()}\n\n.. end table {name}\n"
 
@@ -133,7 +149,7 @@ TABLES = {
     "doctor.rst": ("chips", chip_table),
     "accelerate_features.rst": ("features", features),
     "distributed.rst": ("engines", engines),
-    "recipes.rst": ("fields", fields.restructured_text),
+    "recipes.rst": ("fields", recipe_fields),
     "activations.rst": ("nodes", packed_nodes),
 }
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]

@@ -15,8 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks
 from torch.distributed.run import get_args_parser
 
-from fp8_backends.accelerate_plugin.launch import _Configuration, recipe_fields
-from fp8_backends.accelerate_plugin.launch_flags import parse
+from fp8_backends.accelerate_plugin.launch import _Configuration, parse, recipe_fields
 from fp8_backends.cli import advise, monitor
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.config import read

@@ -90,13 +90,6 @@ def fault_07_deepspeed_keeps_every_field():
     assert report["recipe"]["margin"] == 2 and high_precision_wgrad(report) and report["kind"] == "DeepSpeedEngine"
 
 
-def fault_17_msamp_needs_no_transformer_engine():
-    handler = json.dumps({"class": "FP8RecipeKwargs", "backend": "MSAMP"})
-    for flags, options in ((("--fp8_backend", "MSAMP"), ()), ((), ("--handler", handler))):
-        recipe = learned(ours("--cpu", *flags, SCRIPT, OUTPUT, *options))["recipe"]
-        assert recipe["name"] == "msamp:O2"
-
-
 def fault_19_other_handlers_stay_what_they_are():
     ranks = ("--cpu", *RANKS, free_port())
     learned(ours(*ranks, "--fp8_backend", "msamp:O2", SCRIPT, OUTPUT, "--other_handlers"))

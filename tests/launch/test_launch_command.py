@@ -434,7 +434,7 @@ def test_ranks_that_would_each_train_alone_are_refused(flag, monkeypatch):
 
 def test_an_accelerate_that_does_not_fit_is_named(monkeypatch):
     monkeypatch.delattr("accelerate.commands.launch.multi_gpu_launcher")
-    with pytest.raises(FP8BackendError, match=r"has no multi_gpu_launcher\(args\)"):
+    with pytest.raises(FP8BackendError, match="launch.multi_gpu_launcher does not exist"):
         ours("--cpu", "train.py")
 
 

@@ -11,13 +11,13 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, RecipeError, resolve
-from fp8_backends.accelerate_plugin import launch, launch_flags
+from fp8_backends.accelerate_plugin import launch
 from fp8_backends.cli import config
 from fp8_backends.cli.estimate import Workload, estimate
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.recipes.handlers import from_environment
 from fp8_backends.recipes.merging import merged
-from fp8_backends.recipes.reading import read_file
+from fp8_backends.recipes.sources import read_file
 
 KEYS = "distributed_type: 'NO'\nmixed_precision: fp8\n"
 
@@ -135,7 +135,7 @@ def test_a_value_of_any_class_is_refused_in_a_short_message(field, value):
         lambda: FP8RecipeKwargs(**{"x" * 10_000: 1}),
         lambda: from_environment({"ACCELERATE_FP8_" + "X" * 10_000: "1"}),
         lambda: from_environment({"ACCELERATE_FP8_MARGIN": "1" * 10_000}),
-        lambda: launch_flags.parse(["--fp8_" + "x" * 10_000, "1", "x.py"]),
+        lambda: launch.parse(["--fp8_" + "x" * 10_000, "1", "x.py"]),
     ],
 )
 def test_a_long_text_is_shortened_in_messages(made):

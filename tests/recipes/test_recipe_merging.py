@@ -12,7 +12,7 @@ from fp8_backends.accelerate_plugin.plugin import asked_recipe
 from fp8_backends.errors import RecipeError
 from fp8_backends.recipes.fields import VARIABLES
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.recipes.merging import accelerate_fields, code_over_launch, merged
+from fp8_backends.recipes.merging import code_over_launch, merged
 from fp8_backends.recipes.sources import Source, config_source
 
 FILE = "default_config.yaml"
@@ -42,6 +42,10 @@ def recipe(*sources: Source) -> FP8RecipeKwargs:
 # The fp8_config block
 
 
+def accelerate_fields(block, file: str) -> dict:
+    return merged([config_source(block, file)])
+
+
 @pytest.mark.parametrize(
     ("block", "name", "fields"),
     [
@@ -65,11 +69,6 @@ def test_keys_of_accelerate_of_its_questions_and_ours_are_read(block, name, fiel
     assert found.name == name
     assert fields.items() <= {**found.to_dict()}.items()
     assert accelerate_fields(None, FILE) == {}
-
-
-def test_the_documented_string_of_overrides_is_read():
-    block = {"backend": "TE", "override_linear_precision": "(false, false, true)"}
-    assert accelerate_fields(block, FILE)["override_linear_precision"] == (False, False, True)
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"])
@@ -176,18 +175,17 @@ LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
 
 def test_code_wins_field_by_field_with_one_line_that_names_both():
     handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
-    both = code_over_launch(handler, LAUNCHED)
-    found = both.recipe
-    assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 8)
-    assert "FP8RecipeKwargs in the script says margin=3" in both.warning and "margin=1" in both.warning
-    assert "interval" not in both.warning and "\n" not in both.warning
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 3, 2, 8)
+    assert "FP8RecipeKwargs in the script says margin=3" in warning and "margin=1" in warning
+    assert "interval" not in warning and "\n" not in warning
 
 
 @pytest.mark.parametrize("margin", [1, None])
 def test_code_that_agrees_is_no_reason_to_warn(margin):
     handler = fp8_backends.FP8RecipeKwargs(margin=margin, include="a")
-    both = code_over_launch(handler, LAUNCHED)
-    assert both.warning is None and both.recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert warning is None and recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +199,9 @@ def test_code_that_agrees_is_no_reason_to_warn(margin):
     ],
 )
 def test_code_that_names_another_backend_counts_alone(handler):
-    both = code_over_launch(handler, LAUNCHED)
-    assert both.recipe == handler
-    assert handler.name in both.warning and "backend='native:delayed', margin=1" in both.warning
+    recipe, warning = code_over_launch(handler, LAUNCHED)
+    assert recipe == handler
+    assert handler.name in warning and "backend='native:delayed', margin=1" in warning
 
 
 @pytest.mark.parametrize(
@@ -221,8 +219,8 @@ def test_code_that_names_another_backend_counts_alone(handler):
     ],
 )
 def test_a_handler_completes_the_launch_where_it_names_no_other_backend(handler, launched, name, warns):
-    both = code_over_launch(handler, launched)
-    assert both.recipe.name == name and (both.warning is not None) == warns
+    recipe, warning = code_over_launch(handler, launched)
+    assert recipe.name == name and (warning is not None) == warns
 
 
 def test_a_launch_field_that_the_scripts_backend_does_not_read_is_named():
@@ -243,3 +241,44 @@ def test_a_handler_over_a_launch_that_cannot_be_read_is_named(monkeypatch):
     arguments = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.NativeRecipeKwargs()]}
     with pytest.raises(RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"):
         asked_recipe(arguments)
+
+
+# Code over the environment
+
+
+@pytest.mark.parametrize(
+    ("handler", "variables", "name", "fields", "warning"),
+    [
+        (fp8_backends.TERecipeKwargs(margin=2), {"BACKEND": "te", "AMAX_HISTORY_LEN": "16"}, "te:delayed", (2, 16), ""),
+        (fp8_backends.TERecipeKwargs(margin=2), {"MARGIN": "3"}, "te:delayed", (2, 1024), "margin=2, ACCELERATE_FP8_"),
+        (fp8_backends.NativeRecipeKwargs(), {"BACKEND": "ao"}, "native:dynamic", (0, 1024), "said backend='ao'"),
+        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "native"}, "ao:tensorwise", (0, 1024), "said backend='native'"),
+        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "AO", "MARGIN": "1"}, "ao:tensorwise", (0, 1024), ""),
+        (fp8_backends.FP8RecipeKwargs(margin=1), {"BACKEND": "native:delayed"}, "native:delayed", (1, 1024), ""),
+        (fp8_backends.FP8RecipeKwargs("native:dynamic"), {"SCALING": "current"}, "native:dynamic", (0, 1024), ""),
+        (fp8_backends.MSAMPRecipeKwargs(), {"OPT_LEVEL": "O1"}, "msamp:O1", (0, 1024), ""),
+    ],
+)
+def test_a_handler_overrides_the_environment_with_a_warning(
+    handler, variables, name, fields, warning, monkeypatch, caplog
+):
+    for variable, text in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
+    recipe = asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})
+    assert (recipe.name, (recipe.margin, recipe.amax_history_len)) == (name, fields)
+    said = "\n".join(message for message in caplog.messages if "in the script" in message)
+    assert warning in said and bool(warning) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("handler", "variables", "said"),
+    [
+        (fp8_backends.AORecipeKwargs(), {"MARGIN": "3"}, "AORecipeKwargs in the script.*margin is not read by ao"),
+        (fp8_backends.TERecipeKwargs(), {"OPT_LEVEL": "O1"}, "opt_level of ACCELERATE.*O1 selects no level by itself"),
+    ],
+)
+def test_variables_that_do_not_suit_a_handler_are_refused(handler, variables, said, monkeypatch):
+    for variable, text in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
+    with pytest.raises(RecipeError, match=said):
+        asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})

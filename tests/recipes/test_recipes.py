@@ -27,7 +27,7 @@ from fp8_backends import (
 from fp8_backends.compute import chips
 from fp8_backends.compute.fields import Field
 from fp8_backends.recipes.fields import FIELDS, REMOVED, help_of
-from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment, with_environment
+from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment
 from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {
@@ -597,18 +597,6 @@ def test_environment_value_that_cannot_be_used_is_an_error_that_says_where_it_is
     assert said in str(caught.value)
     if "BACKEND" in variables:
         assert "ACCELERATE_FP8_" in str(caught.value)
-
-
-def test_environment_completes_a_recipe_and_may_not_contradict_it():
-    recipe = TERecipeKwargs(margin=2)
-    assert with_environment(recipe, LAUNCHER_DEFAULTS) is recipe
-    completed = with_environment(recipe, environment(BACKEND="te", AMAX_HISTORY_LEN="16"))
-    assert completed == TERecipeKwargs(margin=2, amax_history_len=16)
-    with pytest.raises(RecipeError, match="margin is 3 there and 2 in TERecipeKwargs"):
-        with_environment(recipe, environment(MARGIN="3"))
-    with pytest.raises(RecipeError, match="margin is not a field of AORecipeKwargs"):
-        with_environment(AORecipeKwargs(), environment(MARGIN="3"))
-    assert with_environment(resolve("native:dynamic"), {"ACCELERATE_FP8_SCALING": "current"}).scaling == "dynamic"
 
 
 # Fields

@@ -78,13 +78,6 @@ def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
         trained(tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["ao"])
-def test_ao_keeps_no_weights_in_fp8(backend, launched, tmp_path):
-    launched(backend, params="true")
-    with pytest.raises(RecipeError, match="fp8_params is not read by ao:tensorwise, only by native, te"):
-        trained(tmp_path)
-
-
 @pytest.mark.parametrize("backend", ["native:delayed fp8_params", "msamp:O3"])
 def test_adapters_resume_bit_for_bit(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")

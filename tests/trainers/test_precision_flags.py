@@ -78,15 +78,6 @@ class WithHandler(Trainer):
         }
 
 
-class SaysBF16(OwnWay):
-    """What it says is its own, not its arguments'."""
-
-    def make_accelerator(self):
-        self.accelerator = Accelerator(mixed_precision="bf16")
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-
-
 def test_subclasses_of_trainer_build_accelerators_their_own_way(launched, monkeypatch, tmp_path):
     assert trainer_for(tmp_path, trainer_class=OwnWay, bf16=True).accelerator.fp8_recipe.name == "native:dynamic"
     assert type(trainer_for(tmp_path, trainer_class=OwnWay).accelerator).__name__ == "FP8Accelerator"
@@ -116,20 +107,6 @@ def test_an_accelerator_that_a_script_builds_says_what_it_wants(precision, launc
     assert "ACCELERATE_FP8_BACKEND=native" in line and f'Accelerator(mixed_precision="{precision}")' in line
     model = accelerator.prepare(torch.nn.Linear(32, 32))
     assert type(model) is torch.nn.Linear
-
-
-def test_a_trainer_that_writes_bf16_itself_is_a_script(launched, caplog, tmp_path):
-    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
-        trainer = trainer_for(tmp_path, trainer_class=SaysBF16)
-    assert not hasattr(trainer.accelerator, "fp8_recipe")
-    assert sum("FP8 is off" in line for line in caplog.messages) == 1
-
-
-def test_only_the_main_process_warns(launched, monkeypatch, caplog):
-    monkeypatch.setenv("RANK", "1")
-    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
-        Accelerator(mixed_precision="bf16")
-    assert not caplog.messages
 
 
 def test_without_an_fp8_launch_nothing_changes(caplog, tmp_path):

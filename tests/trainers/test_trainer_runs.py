@@ -200,3 +200,24 @@ def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(l
         trainer.train()
         tensors.append(fp8_backends.audit(trainer.model).saved_activations["tensors"])
     assert tensors == [16, 2]  # of two layers and the last norm, and of the last norm alone
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O4"])
+def test_a_trainer_resumes_bit_for_bit_from_the_newest_whole_checkpoint(backend, launched, tmp_path):
+    launched(backend)
+    unbroken = trainer_for(tmp_path / "a")
+    unbroken.train()
+    trainer_for(tmp_path / "b", save_strategy="steps", save_steps=3).train()
+    newest = fp8_backends.checkpoints.newest_checkpoint
+    assert newest(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-6")
+    (tmp_path / "b" / "checkpoint-6" / "scheduler.pt").unlink()
+    assert newest(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
+    resumed = trainer_for(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=newest(tmp_path / "b"))
+    assert losses_of(resumed) == losses_of(unbroken)
+    expected = unbroken.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+def test_a_trainer_evaluates_without_training(launched, tmp_path):
+    assert trainer_for(tmp_path).evaluate()["eval_loss"] > 0

@@ -291,7 +291,7 @@ def test_off_installs_nothing():
     for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports that
         assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
     for on in (True, "on"):
-        with pytest.raises(RecipeError, match="guard must say what is to be done: one of off, warn, skip"):
+        with pytest.raises(RecipeError, match="guard must be one of off, warn, skip"):
             fp8_backends.FP8RecipeKwargs(backend="native", guard=on)
     with pytest.raises(RecipeError, match="guard='bf16': guard must be one of off, warn, skip"):
         fp8_backends.FP8RecipeKwargs(backend="native", guard="bf16")

@@ -14,7 +14,7 @@ import yaml
 
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import chosen_by_auto
-from ...recipes.reading import read_file
+from ...recipes.sources import read_file
 from ...training.validators import Finding
 from ...words import counted
 from ..terminal import paragraphs

@@ -13,7 +13,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 
 from ...compute.fields import flag, one_of, whole_number, word
 from ...errors import RecipeError
-from ...recipes.merging import accelerate_fields
+from ...recipes.merging import merged
 from ...recipes.sources import config_source
 from ...training.rules import Compiled, Parallel
 from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
@@ -131,10 +131,11 @@ def _dynamo(file: ConfigFile) -> ConfigFile:
 
 def _fields(file: ConfigFile, config: TrainingConfig) -> dict[str, Any]:
     block = file.block("fp8_config").values
-    fields = accelerate_fields(block, file.source)
+    source = config_source(block, file.source)
+    fields = merged([source])
     if fields.get("pad_inner_dim") is True:
         del fields["pad_inner_dim"]  # the wizard's answer, and TorchAO's default
-    if config.parallel != "fsdp2" and _GATHER in fields and _GATHER in config_source(block, file.source).idle:
+    if config.parallel != "fsdp2" and _GATHER in fields and _GATHER in source.idle:
         del fields[_GATHER]
         config.notes.append(
             "enable_fsdp_float8_all_gather: true, which `accelerate config` recommends, has no effect without FSDP2: "

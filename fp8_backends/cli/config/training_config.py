@@ -11,7 +11,7 @@ from ...compute.fields import closest
 from ...errors import RecipeError
 from ...recipes.fields import NAMING
 from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, refusal_of, settings_of
-from ...recipes.reading import read_file
+from ...recipes.sources import read_file
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
 from ...words import shortened, shown

@@ -1,0 +1,311 @@
+"""Adapt Accelerate to its engines: FSDP2, tensor parallelism and DeepSpeed. Describe a set-up for the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._pytree import tree_map
+
+from ..comm.backward import agree_on_scaling
+from ..errors import FP8BackendError
+from ..numerics.modules import plain_name
+from ..numerics.parameter_swap import swap
+from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards
+from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..states.sharding import shard_of
+from ..training import preparation
+from ..training.conversion import prepared_roots
+from ..training.rules import Machine, Parallel, Setup
+from ..training.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
+from ..words import counted
+from .callers import running_trainer
+
+
+def setup_of(accelerator: Accelerator) -> Setup:
+    """Describe the recipe of an Accelerator with its machine and engine, without a model."""
+    engine, state, ddp = accelerator.distributed_type, accelerator.state, accelerator.ddp_handler
+    fsdp = state.fsdp_plugin if engine == DistributedType.FSDP else None
+    deepspeed = state.deepspeed_plugin if engine == DistributedType.DEEPSPEED else None
+    engines: dict[DistributedType, Parallel] = {
+        DistributedType.FSDP: "fsdp2" if accelerator.is_fsdp2 else "fsdp1",
+        DistributedType.DEEPSPEED: "deepspeed",
+        DistributedType.MEGATRON_LM: "megatron",
+    }
+    dynamo, compiled = state.dynamo_plugin, None
+    if dynamo.backend != DynamoBackend.NO:
+        compiled = "regional" if dynamo.use_regional_compilation else "full"
+    sections = [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")] if deepspeed else []
+    enabled = [isinstance(section, dict) and str(section.get("enabled")).lower() == "true" for section in sections]
+    hook = ddp.comm_hook if ddp is not None else DDPCommunicationHookType.NO
+    arguments = getattr(running_trainer(), "args", None)
+    return Setup(
+        accelerator.fp8_recipe,
+        Machine.this(),
+        engines.get(engine, "ddp" if wraps_in_ddp(accelerator) else None),
+        compiled,
+        activation_checkpointing=True if fsdp and fsdp.activation_checkpointing else None,
+        cpu_ram_efficient_loading=fsdp.cpu_ram_efficient_loading if fsdp else None,
+        world_size=accelerator.num_processes,
+        zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
+        engine_bf16=any(enabled) if deepspeed else None,
+        tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
+        comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
+        accumulation_steps=getattr(arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        max_grad_norm=getattr(arguments, "max_grad_norm", None),
+    )
+
+
+def wraps_in_ddp(accelerator: Accelerator) -> bool:
+    """Return True if Accelerate wraps models in DDP."""
+    is_parallel = accelerator.use_distributed and str(accelerator.distributed_type.value).startswith("MULTI_")
+    return is_parallel and not shares_layers(accelerator)
+
+
+# FSDP2. After sharding has swapped an optimizer's parameters, stock Accelerate finds them again by data address.
+# Wrapper tensors (`ScaledTensor`, TorchAO's weights) have no address and would all become the same parameter, so this
+# file finds them by name, and shards the states of an optimizer that has stepped.
+
+
+@torch.no_grad()
+def upcast(model: nn.Module) -> None:
+    """Cast trainable parameters to FP32, the input of FSDP2's mixed-precision policy. Stock Accelerate casts later, but
+    a plain cast does not know all formats of stored weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
+            if isinstance(parameter, ScaledTensor):
+                swap(parameter, parameter.to(torch.float32).detach(), name)
+            else:
+                parameter.data = parameter.data.to(torch.float32)
+
+
+@contextlib.contextmanager
+def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Around stock `_prepare_fsdp2`, take the parameters out of optimizers; afterwards insert the sharded model's
+    parameters by name. The optimizer objects, their groups and states stay."""
+    if not models:
+        yield
+        return
+    # the model object stays, in whatever wrapper; nothing here may keep its parameters alive
+    (model,) = models
+    detached = [_Detached(optimizer, model) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        by_name = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        for optimizer in detached:
+            optimizer.attach(by_name)
+    for optimizer in detached:
+        optimizer.shard_states()
+
+
+class _Detached:
+    """An optimizer without its parameters, which are known by name, and without its states."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+        foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise FP8BackendError(
+                f"the optimizer holds {counted(foreign, 'parameter')} that the model prepared with it does not have: "
+                "FSDP2 shards one model, and an optimizer of it can hold no others"
+            )
+        self.optimizer = optimizer
+        self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.states: dict[str, dict[str, Any]] = {names[id(p)]: state for p, state in optimizer.state.items() if state}
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+    def attach(self, by_name: dict[str, nn.Parameter]) -> None:
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
+            group["params"] = [by_name[name] for name in names]
+
+    def shard_states(self) -> None:
+        """Load the states with the optimizer's own `load_state_dict`, which converts them to the format of weights."""
+        if not self.states:
+            return
+        state_dict = self.optimizer.state_dict()
+        names = [name for group in self.names for name in group]
+        for name, (key, p) in zip(names, _keys_and_parameters(self.optimizer, state_dict), strict=True):
+            if name in self.states:
+                state_dict["state"][key] = {part: _shard(value, p) for part, value in self.states.pop(name).items()}
+        self.optimizer.load_state_dict(state_dict)
+
+
+def _keys_and_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> zip:
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return zip(keys, [p for group in optimizer.param_groups for p in group["params"]], strict=True)
+
+
+def _shard(value: Any, parameter: torch.Tensor) -> Any:
+    """Distribute a state of the parameter's shape with the parameter's placements; return any other as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_distributed(value):  # by tensor parallelism
+        value = dequantize_shards(value).full_tensor()
+    value = value.exact() if isinstance(value, ScaledTensor) else value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+# Tensor parallelism without FSDP2. Stock Accelerate writes the files of rank 0, with its part of each shared layer.
+# Here all ranks gather DTensors for a file, and take their part when they load it: M ranks load files of N ranks.
+
+
+def shares_layers(accelerator: Accelerator) -> bool:
+    """Return True if ranks share layers and FSDP2, which has its own state dicts, does not shard them."""
+    parallelism = accelerator.parallelism_config
+    return parallelism is not None and parallelism.tp_enabled and not accelerator.is_fsdp2
+
+
+def whole(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Gather the DTensors of a state dict as plain CPU tensors; tied ones stay tied. All ranks call it."""
+    gathered: dict[tuple[int, Any], torch.Tensor] = {}
+
+    def gather(value: Any) -> Any:
+        if not is_distributed(value):
+            return value
+        plain = dequantize_shards(value)
+        key = (local_part(plain).data_ptr(), plain.shape)
+        if key not in gathered:
+            gathered[key] = plain.full_tensor().cpu()
+        return gathered[key]
+
+    return tree_map(gather, state_dict)
+
+
+@contextlib.contextmanager
+def whole_files(accelerator: Accelerator) -> Iterator[None]:
+    """Around stock `save_state` and `load_state`, let optimizers and models save and load whole tensors."""
+    if not shares_layers(accelerator):
+        yield
+        return
+    optimizers = list(accelerator._optimizers)
+    accelerator._optimizers[:] = map(_WholeStates, optimizers)
+    handles = [model.register_load_state_dict_pre_hook(_take_parts) for model in accelerator._models]
+    handles += [model.register_state_dict_post_hook(_give_whole) for model in accelerator._models]
+    try:
+        yield
+    finally:
+        accelerator._optimizers[:] = optimizers
+        for handle in handles:
+            handle.remove()
+
+
+class _WholeStates:
+    """Stands for an optimizer while its state dict is saved or loaded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return whole(self.optimizer.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = dict(state_dict["state"])
+        for key, p in _keys_and_parameters(self.optimizer, state_dict):
+            states[key] = {name: _part(value, p) for name, value in states.get(key, {}).items()}
+        self.optimizer.load_state_dict({**state_dict, "state": {key: state for key, state in states.items() if state}})
+
+
+def _give_whole(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    """State-dict hook of a model. Readers of files also look at names and addresses in a state dict."""
+    state_dict.update(whole(state_dict))
+
+
+def _take_parts(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
+    """Load hook of a model: replace whole weights by this rank's DTensors."""
+    for name, p in model.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        if name in state_dict:
+            state_dict[name] = _part(state_dict[name], p)
+
+
+def _part(value: Any, p: torch.Tensor) -> Any:
+    """Distribute a whole tensor of the shape of the DTensor `p` as `p` is; return anything else as it is."""
+    if not is_distributed(p) or is_distributed(value) or getattr(value, "shape", None) != p.shape or not p.dim():
+        return value
+    return with_local(p, shard_of(p, value))
+
+
+# DeepSpeed. Its engine owns the steps, the precision around FP8 and the communication. Weights and optimizer states are
+# in its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters, if at all.
+# So a step is observed after Accelerate's synchronised backward, which takes it.
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+class EngineSteps:
+    """Steps of a DeepSpeed engine, with the step hooks of a torch optimizer and no parameters."""
+
+    def __init__(self) -> None:
+        self._optimizer_step_post_hooks: dict[int, Callable] = {}
+        self.param_groups: list[dict] = []
+        self.state: dict = {}
+
+    def register_step_post_hook(self, hook: Callable) -> None:
+        """Register hook(steps, args, kwargs) as `torch.optim.Optimizer.register_step_post_hook` does."""
+        self._optimizer_step_post_hooks[len(self._optimizer_step_post_hooks)] = hook
+
+
+def run_post_hooks(optimizer: Any) -> None:
+    """Run the step post-hooks of an optimizer whose `step` was not called."""
+    for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+        hook(optimizer, (), {})
+
+
+def watch_engine(accelerator: Accelerator) -> None:
+    """Let the engine's first step prove that its model runs in FP8. Repeating it does nothing."""
+    if not accelerator._models:
+        return
+    if accelerator.fp8_engine_steps is None:
+        accelerator.fp8_engine_steps = EngineSteps()
+    preparation.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
+    for engine in accelerator._models:
+        _keep_scaling_in_checkpoints(engine)
+
+
+def after_engine_backward(accelerator: Accelerator) -> None:
+    """After a backward with reduced gradients, let ranks agree on scaling states, and run the hooks of a step. The
+    engine skips the step after an overflow."""
+    if not accelerator.sync_gradients:
+        return
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    agree_on_scaling(preparation.ScalingBuffers(prepared_roots(engine))(), engine.seq_data_parallel_group)
+    if engine.was_step_applied():
+        run_post_hooks(accelerator.fp8_engine_steps)
+
+
+def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
+    """Save scaling states in the engine's own checkpoints, such as those of `transformers.Trainer`, in DeepSpeed's
+    client state. Inert inside `save_state` and `load_state`, which have a file for each rank."""
+    if "save_checkpoint" in engine.__dict__:
+        return
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(save_dir, tag=None, client_state=None, *args, **kwargs):
+        client_state, state = dict(client_state or {}), collect([engine])
+        if state.tensors and not hasattr(engine, IN_FILES):
+            client_state[OPTIMIZER_KEY] = state._asdict()
+        return save(save_dir, tag, client_state, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir, *args, **kwargs):
+        path, client_state = load(load_dir, *args, **kwargs)
+        if path is not None and not hasattr(engine, IN_FILES) and not kwargs.get("load_module_only"):
+            saved = client_state.pop(OPTIMIZER_KEY, None)
+            restore([engine], ScalingState.of(saved, str(path)), str(path))
+        return path, client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
