@@ -19,7 +19,7 @@ from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
 from .errors import RecipeError
 from .recipes.handlers import Spec, resolve
-from .training import preparation, rules
+from .training import optimizer_steps, preconditions, preparation, ranks, rules
 
 
 class FP8Precision(Precision):
@@ -44,7 +44,7 @@ class FP8Precision(Precision):
                 f"{recipe.name}: with Lightning, this package's own backends run with bf16 or fp32 around FP8: leave "
                 "implementation and autocast_dtype='fp16' out"
             )
-        preparation.check_machine(recipe)
+        preconditions.check_machine(recipe)
         self.recipe = with_whole_states(recipe)  # one rank saves
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         given = "autocast_dtype" in recipe.given
@@ -63,7 +63,7 @@ class FP8Precision(Precision):
             max_grad_norm=trainer.gradient_clip_val,
         )
         rules.refuse(setup)
-        preparation.check_sharing(module, setup)
+        preconditions.check_sharing(module, setup)
         preparation.prepare_model(module, self.recipe)
         return module
 
@@ -72,11 +72,11 @@ class FP8Precision(Precision):
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
         """Let the optimizers train the converted model, in any wrapper."""
         if optimizers:
-            preparation.check_trains([model], optimizers, self.recipe)
-        preparation.connect_ranks(model, self.recipe)
+            preconditions.check_trains([model], optimizers, self.recipe)
+        ranks.connect_ranks(model, self.recipe)
         for optimizer in optimizers:
-            preparation.check_optimizer(optimizer, self.recipe)
-            preparation.watch_optimizer(model, optimizer, self.recipe)
+            preconditions.check_optimizer(optimizer, self.recipe)
+            optimizer_steps.watch_optimizer(model, optimizer, self.recipe)
         return model, optimizers, lr_schedulers
 
     def forward_context(self) -> contextlib.AbstractContextManager:

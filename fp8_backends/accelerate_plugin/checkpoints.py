@@ -33,10 +33,11 @@ from safetensors.torch import load_file, save_file
 from ..announcement import announce, logger
 from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import plain_name
+from ..numerics.optimizers import unwrapped
 from ..recipes.handlers import Recipe
 from ..states.checkpoint import check_states
 from ..states.scaled_states import ScaledStates
-from ..training import manifest, preparation, scaling_state
+from ..training import manifest, scaling_state
 from ..training.manifest import METADATA, Condition
 from ..training.scaling_state import DAMAGED, ScalingState
 from .engines import shares_layers
@@ -371,7 +372,7 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
     """Check the files of converted optimizers: Accelerate loads them after the models."""
     names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
-    for i, optimizer in enumerate(map(preparation.unwrapped, accelerator._optimizers)):
+    for i, optimizer in enumerate(map(unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):
             path = folder / (f"{OPTIMIZER_NAME}_{i}.bin" if i else f"{OPTIMIZER_NAME}.bin")
             try:

@@ -21,7 +21,7 @@ from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..states.sharding import shard_of
-from ..training import preparation
+from ..training import optimizer_steps, ranks
 from ..training.conversion import prepared_roots
 from ..training.rules import Machine, Parallel, Setup
 from ..training.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
@@ -270,7 +270,7 @@ def watch_engine(accelerator: Accelerator) -> None:
         return
     if accelerator.fp8_engine_steps is None:
         accelerator.fp8_engine_steps = EngineSteps()
-    preparation.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
+    optimizer_steps.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
     for engine in accelerator._models:
         _keep_scaling_in_checkpoints(engine)
 
@@ -281,7 +281,7 @@ def after_engine_backward(accelerator: Accelerator) -> None:
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
-    agree_on_scaling(preparation.ScalingBuffers(prepared_roots(engine))(), engine.seq_data_parallel_group)
+    agree_on_scaling(ranks.ScalingBuffers(prepared_roots(engine))(), engine.seq_data_parallel_group)
     if engine.was_step_applied():
         run_post_hooks(accelerator.fp8_engine_steps)
 

@@ -42,7 +42,7 @@ from ..recipes.sources import (
     unknown_variable,
 )
 from ..recipes.strings import names_backend
-from ..training.preparation import check_machine
+from ..training.preconditions import check_machine
 from ..training.rules import RULES
 from ..words import shortened, shown
 from .plugin import incompatibilities, is_disabled, refuse_mismatches

@@ -33,10 +33,21 @@ from ..announcement import announce, is_main_process
 from ..comm.ddp import leaves_nothing
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
+from ..numerics.optimizers import parameter_ids, steps_of
 from ..recipes.handlers import Recipe
-from ..states import original
-from ..training import conversion, preparation, proof, rules, scaling_state
-from ..training.auditing import parameter_ids, steps_of
+from ..states import levels, original
+from ..states.optimizers import unread_states, whole_states
+from ..training import (
+    conversion,
+    optimizer_steps,
+    preconditions,
+    preparation,
+    proof,
+    ranks,
+    rules,
+    scaling_state,
+    stored_weights,
+)
 from ..training.conversion import weight_products
 from ..training.rules import Setup
 from ..training.validators import Finding, findings
@@ -150,9 +161,9 @@ class FP8Mixin(_RunTimeClass):
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
         models, optimizers = _models_and_optimizers(args)
         for optimizer in optimizers:
-            preparation.check_optimizer(optimizer, self.fp8_recipe)
+            preconditions.check_optimizer(optimizer, self.fp8_recipe)
         if models and optimizers and self.has_whole_weights:
-            preparation.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
+            preconditions.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
         problems = _known_problems(setup, models)
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
@@ -179,7 +190,7 @@ class FP8Mixin(_RunTimeClass):
         with engines.optimizers_follow_by_name(models, list(map(_innermost, optimizers))):
             result = super()._prepare_fsdp2(*args)
         for model in _models_and_optimizers(result)[0]:
-            preparation.connect_ranks(model, self.fp8_recipe)
+            ranks.connect_ranks(model, self.fp8_recipe)
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
@@ -199,7 +210,7 @@ class FP8Mixin(_RunTimeClass):
                 raise rules.refusal("ddp_nothing_left", setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:
-            preparation.connect_ranks(model, self.fp8_recipe)
+            ranks.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
         return model
 
@@ -219,7 +230,7 @@ class FP8Mixin(_RunTimeClass):
         converted model, such as a loss or a small convolutional network."""
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains:
-            preparation.check_sharing(model, setup_of(self))
+            preconditions.check_sharing(model, setup_of(self))
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             is_first, self._fp8_converted = not self._fp8_converted, True
@@ -245,7 +256,7 @@ class FP8Mixin(_RunTimeClass):
             )
         if is_new and self.fp8_recipe.implementation == "native":
             # before the wrapper, which stores `optimizer.step` if there is a loss scaler
-            preparation.convert_optimizer(optimizer, self.fp8_recipe)
+            optimizer_steps.convert_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
             inner = _innermost(optimizer)
@@ -272,18 +283,18 @@ class FP8Mixin(_RunTimeClass):
         for optimizer in map(_innermost, self._optimizers):
             models = self.models_of(optimizer)
             if models:
-                preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
+                optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
                 self._log_statistics_of(optimizer)
             elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
             if self.has_whole_weights and self.gradient_accumulation_steps > 1 and not engines.shares_layers(self):
                 for model in filter(conversion.prepared_roots, models):
-                    preparation.keep_weight_casts(model)
+                    stored_weights.keep_weight_casts(model)
 
     def _check_trains(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Before each step of an optimizer without a model, check that some optimizer trains some model."""
         if models := list(filter(conversion.prepared_roots, self._models)):
-            preparation.check_trains(models, self._optimizers, self.fp8_recipe)
+            preconditions.check_trains(models, self._optimizers, self.fp8_recipe)
 
     @property
     def has_whole_weights(self) -> bool:
@@ -321,7 +332,7 @@ class FP8Mixin(_RunTimeClass):
         if self.fp8_recipe.level != "O0":
             if self.sync_gradients and self.fp8_accumulates:
                 for model in self._models:
-                    preparation.finish_accumulation(model)
+                    levels.finish_accumulation(model.parameters())
             self.fp8_accumulates = not self.sync_gradients
         if self.fp8_recipe.guard != "off":
             guard.after_backward(map(_innermost, self._optimizers), loss, self.sync_gradients, self._save_at_fault)
@@ -399,7 +410,7 @@ class FP8Mixin(_RunTimeClass):
         project = self.project_configuration
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
-            with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
+            with self._scaling_in_files(), self._around_states(whole_states, receives=self.writes_files):
                 checkpoints.save_scaling(self, folder)
                 with engines.whole_files(self):
                     save(folder, *args, **kwargs)
@@ -408,13 +419,13 @@ class FP8Mixin(_RunTimeClass):
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""
-        with self._around_states(preparation.whole_states, receives=self.writes_files, moments=False):
+        with self._around_states(whole_states, receives=self.writes_files, moments=False):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
         """Return the state dict with whole masters, and whole weights under tensor parallelism. All ranks must call
         it."""
-        with self._around_states(preparation.whole_states, moments=False):
+        with self._around_states(whole_states, moments=False):
             state_dict = super().get_state_dict(model, unwrap)
         return engines.whole(state_dict) if engines.shares_layers(self) else state_dict
 
@@ -447,7 +458,7 @@ class FP8Mixin(_RunTimeClass):
             is_there = checkpoints.checked(input_dir)
         elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = checkpoints.newest(Path(self.project_dir, "checkpoints"))
-        with self._scaling_in_files(), self._around_states(preparation.unread_states):
+        with self._scaling_in_files(), self._around_states(unread_states):
             if input_dir is not None and is_there:  # else Accelerate raises
                 checkpoints.load_scaling(self, input_dir)
             with engines.whole_files(self):

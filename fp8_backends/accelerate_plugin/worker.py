@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..announcement import is_main_process
 from ..recipes.sources import environment_fields, is_launched
-from ..training.preparation import is_proven
+from ..training.optimizer_steps import is_proven
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -209,6 +209,11 @@ class GradientArrives:
         return nothing, ()
 
 
+def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the DDP modules around a model or inside it."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
 def connection_of(weight: torch.Tensor) -> Connection | None:
     """Return the connection of the DDP for the gradients of this weight, if any."""
     hooks = (weight._post_accumulate_grad_hooks or {}).values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from torch import nn
 
 from ..compute import registry
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
-from ..errors import FP8BackendError
 from ..numerics.modules import check_is_module, plain_name
+from ..numerics.optimizers import check_is_optimizer, parameter_ids, unwrapped
 from ..numerics.sharded_tensor import full_shape, local_part
 from ..states.gradient_release import is_dropped, is_released
 from ..words import as_html, counted, readable_bytes, share
@@ -189,39 +188,6 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
 
 
 # Optimizers
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the PyTorch optimizer inside Accelerate's and similar wrappers."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def check_is_optimizer(optimizer: object, hint: str = "") -> None:
-    """Raise `FP8BackendError` for an object without a PyTorch optimizer inside. `hint` ends the text."""
-    if not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
-        raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{hint}"
-        )
-
-
-def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the identities of an optimizer's parameters."""
-    return set(map(id, parameters_of(optimizer)))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's parameters in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the number of steps in an optimizer's states, loaded ones included; None if they do not count."""
-    for state in optimizer.state.values():
-        with contextlib.suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):  # of other code
-            return int(state["step"])
-    return None
 
 
 # Products and FLOPs

@@ -15,7 +15,7 @@ from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..numerics.modules import check_is_module
 from ..recipes.handlers import Spec, resolve
 from ..words import as_html, counted, shown
-from . import conversion, preparation, quantized_layers
+from . import conversion, preconditions, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
 
@@ -148,7 +148,7 @@ def _wrong_recipe(error: RecipeError) -> Finding:
 
 def _unavailable(setup: Setup) -> list[Finding]:
     try:
-        preparation.check_machine(setup.recipe)
+        preconditions.check_machine(setup.recipe)
     except BackendUnavailableError as error:
         return [Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")]
     except RecipeError as error:
@@ -160,7 +160,7 @@ def _refused_optimizer(optimizer: Any, setup: Setup) -> list[Finding]:
     """Return the refusal of an optimizer object by `prepare`. Rules judge names."""
     if isinstance(optimizer, torch.optim.Optimizer):
         try:
-            preparation.check_optimizer(optimizer, setup.recipe)
+            preconditions.check_optimizer(optimizer, setup.recipe)
         except BackendUnavailableError:
             pass  # a finding of its own
         except FP8BackendError as error:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import fp8_backends
-from fp8_backends.training.preparation import finish_accumulation
+from fp8_backends.states.levels import finish_accumulation
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -293,7 +293,7 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
         root, _ = prepared("gpt_oss", backend)
         optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
         fp8_backends.prepare(root, optimizer, FP8RecipeKwargs(backend=backend, fp8_format="E4M3"))
-        fp8_backends.training.preparation.keep_weight_casts(root, kept)
+        fp8_backends.training.stored_weights.keep_weight_casts(root, kept)
         made.clear()
         for step in range(2):
             for microbatch in range(3):

@@ -14,7 +14,7 @@ from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training.conversion import convert
-from fp8_backends.training.preparation import watch_optimizer
+from fp8_backends.training.optimizer_steps import watch_optimizer
 
 COMPUTE = NativeCompute()
 

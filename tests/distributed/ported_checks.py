@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fp8_backends
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.training.preparation import finish_accumulation
+from fp8_backends.states.levels import finish_accumulation
 
 fp8_backends.connect()
 O0 = ("native:delayed", "ao:tensorwise")

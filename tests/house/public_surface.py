@@ -25,7 +25,7 @@ from fp8_backends.recipes.handlers import Recipe
 from fp8_backends.recipes.precision_plan import PrecisionPlan
 from fp8_backends.training.advice import Advice
 from fp8_backends.training.auditing import Audit
-from fp8_backends.training.preparation import keep_weight_casts
+from fp8_backends.training.stored_weights import keep_weight_casts
 from fp8_backends.training.validators import Finding
 from fp8_backends.training.watching.guard import Fault, faults
 from fp8_backends.training.weight_products import ConversionReport

@@ -78,7 +78,7 @@ PLANTED = (
     'fp8_backends.register_backend("mine", fp8_backends.training.auditing.Audit)',
     'fp8_backends.available_backends()["te"].can_runs',
     'fp8_backends.checkpoints.dequantize(model, "bf16")',
-    "fp8_backends.training.preparation.keep_weight_casts(model, kept=True)",
+    "fp8_backends.training.stored_weights.keep_weight_casts(model, kept=True)",
     "fp8_backends.checkpoints.whole_states(model)",
     "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",

@@ -15,7 +15,7 @@ from fp8_backends.accelerate_plugin import launch, worker
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import from_environment
-from fp8_backends.training.preparation import check_machine
+from fp8_backends.training.preconditions import check_machine
 
 WORKER = "fp8_backends.accelerate_plugin.worker"
 TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax_compute_algorithm": "max"}

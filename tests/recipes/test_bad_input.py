@@ -184,7 +184,7 @@ MODEL = nn.Linear(16, 16)
         (lambda: fp8_backends.audit(MODEL, 3), "optimizer"),
         (lambda: fp8_backends.initialize(MODEL, None, opt_level=5), "opt_level=5"),
         (lambda: fp8_backends.initialize(MODEL, None, use_te="perhaps"), "use_te='perhaps'"),
-        (lambda: fp8_backends.training.preparation.keep_weight_casts((MODEL, None)), "model"),
+        (lambda: fp8_backends.training.stored_weights.keep_weight_casts((MODEL, None)), "model"),
         (lambda: fp8_backends.checkpoints.whole_states(3).__enter__(), "optimizer"),
         (lambda: fp8_backends.checkpoints.dequantize(MODEL, torch.ones(2)), "dtype"),
         (lambda: Workload(model=None, batch="many"), "batch='many'"),

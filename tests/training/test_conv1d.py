@@ -231,7 +231,7 @@ def test_recomputed_and_with_weight_casts_kept():
     losses = train(*prepared(gpt2()), "gpt2", steps=3)
     model, optimizer = prepared(gpt2())
     model.gradient_checkpointing_enable()
-    fp8_backends.training.preparation.keep_weight_casts(model)
+    fp8_backends.training.stored_weights.keep_weight_casts(model)
     assert train(model, optimizer, "gpt2", steps=3) == losses
     assert all(counts["recomputed"] == 3 for counts in fp8_backends.audit(model, optimizer).products.values())
 

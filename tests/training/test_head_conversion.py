@@ -86,7 +86,7 @@ def test_restore_copies_and_pickles(fields):
 
 def test_activation_checkpointing_and_keeping_weight_casts():
     model, optimizer = prepared(fused_head=True, **FP8_HEAD)
-    fp8_backends.training.preparation.keep_weight_casts(model)
+    fp8_backends.training.stored_weights.keep_weight_casts(model)
     batch = counting_batch()[:8]
     gradients = []
     for _ in range(2):

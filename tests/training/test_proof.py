@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, conversion, preparation, proof
+from fp8_backends.training import auditing, conversion, optimizer_steps, preparation, proof
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 
@@ -331,7 +331,7 @@ def test_two_models_with_one_optimizer_are_proven_together(spec, capfd):
     recipe = recipes.resolve(spec)
     for model in (one, two):
         preparation.prepare_model(model, recipe)
-    preparation.watch_optimizer([one, two], optimizer, recipe)
+    optimizer_steps.watch_optimizer([one, two], optimizer, recipe)
     (one(torch.randn(8, 32)) + two(torch.randn(8, 32))).sum().backward()
     optimizer.step()
     assert capfd.readouterr().err.count("3/3 Linear") == 2

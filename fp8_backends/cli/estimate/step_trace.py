@@ -36,7 +36,7 @@ from ...numerics.kernels.triton_gate import PLAIN
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
-from ...training import conversion, preparation
+from ...training import conversion, optimizer_steps, preparation
 from ...training.auditing import count_flops, inner_tensors, residual_of, stored_bytes
 from ...training.observed import WorkMeter
 from ...training.weight_products import find_weight_products
@@ -296,7 +296,7 @@ class _Step:
         if settings.recipe is not None:
             recipe = _traced_recipe(model, settings.recipe)
             preparation.prepare_model(model, recipe)
-            preparation.convert_optimizer(self.optimizer, recipe)
+            optimizer_steps.convert_optimizer(self.optimizer, recipe)
         if settings.autocast is not None:  # as Accelerate does: autocast around the forward, outputs in FP32
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)

@@ -33,13 +33,13 @@ from ...numerics.encoding import amax_of
 from ...numerics.engine import inside_backward
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, TemporaryHook, is_traced
+from ...numerics.optimizers import steps_of
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Statistics, read, statistics_of, statistics_of_codes
 from ...recipes.handlers import Recipe
 from ...words import listed, share
-from ..auditing import steps_of
 from ..conversion import PREPARED, Prepared, prepared_roots
 from .guard import guard_of
 

@@ -1,4 +1,4 @@
-"""Replace a prepared model's weights by plain tensors for a while: `fp8_backends.checkpoints.plain_weights`."""
+"""Store the weights of converted layers in the form of a backend and a level, and make them plain for a while."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..comm import ddp, fsdp2
 from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION, check_is_module, owner_of, weight_name
@@ -17,8 +18,54 @@ from ..numerics.scaled_operations import keep_changes
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed
 from ..states import levels
-from .conversion import prepared_roots
-from .preparation import store_weights
+from .conversion import Prepared, prepared_roots
+
+
+def store_weights(root: nn.Module, prepared: Prepared) -> None:
+    """Store the weights of converted layers in the form of the backend and the level, and hide them from DDP."""
+    layers = prepared.compute.converted_layers(root)
+    prepared.compute.store_weights(root, prepared.recipe)
+    if prepared.recipe.level != "O0":
+        levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
+        levels.export_ties(root)
+        for layer in layers.values():
+            undo = layer.__dict__[CONVERSION].undo
+            if levels.make_plain not in undo:
+                undo.append(levels.make_plain)
+    ddp.ignore(root)
+    prepared.undo += [undo for undo in (ddp.forget, levels.forget_ties) if undo not in prepared.undo]
+
+
+def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
+    """Cast each weight to FP8 once per optimizer step, not in each forward of an accumulated step. Results are
+    bit-identical.
+
+    An optimizer step watched by `prepare` discards the codes, and so does any other change of the weight except a
+    write through `weight.data` between two microbatches. Codes take one byte an element; rules with one scale a tensor
+    hold them until backward anyway. `native:delayed` (its scales move with every forward), other backends and compiled
+    code ignore the setting. An `Accelerator` with `gradient_accumulation_steps` above 1 turns it on automatically if
+    weights are whole on every rank.
+
+    Args:
+        model: prepared, or holds prepared models.
+        keep: False turns it off again.
+
+    Raises:
+        FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each forward, and their
+            codes would take the memory that sharding saves.
+    """
+    check_is_module(model)
+    roots = prepared_roots(model)
+    if not roots:
+        raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
+    if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
+        raise FP8BackendError(
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would take the memory that sharding saves: "
+            "leave keep_weight_casts out"
+        )
+    for _, root, prepared in roots:
+        prepared.compute.keep_weight_casts(root, keep)
+
 
 FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.restore(model) comes before changes"
 

@@ -1,0 +1,43 @@
+"""Look into PyTorch optimizers and wrappers around them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ..errors import FP8BackendError
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the PyTorch optimizer inside Accelerate's and similar wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def check_is_optimizer(optimizer: object, hint: str = "") -> None:
+    """Raise `FP8BackendError` for an object without a PyTorch optimizer inside. `hint` ends the text."""
+    if not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
+        raise FP8BackendError(
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{hint}"
+        )
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of an optimizer's parameters."""
+    return set(map(id, parameters_of(optimizer)))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return an optimizer's parameters in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the number of steps in an optimizer's states, loaded ones included; None if they do not count."""
+    for state in optimizer.state.values():
+        with contextlib.suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):  # of other code
+            return int(state["step"])
+    return None
