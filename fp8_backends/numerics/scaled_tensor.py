@@ -128,7 +128,6 @@ class WithoutMemory(torch.Tensor):
         )
 
     def tolist(self) -> list:
-        """Return the values as nested lists."""
         return self.values().tolist()
 
     def share_memory_(self) -> torch.Tensor:
@@ -452,7 +451,6 @@ def _damaged(fault: str) -> FP8BackendError:
 
 
 def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
-    """Return True if data and scale can be one ScaledTensor."""
     kinds = (torch.dtype, int, bool, (bool, str))
     tensors = isinstance(data, torch.Tensor) and isinstance(scale_inv, torch.Tensor) and data.layout == torch.strided
     if not (tensors and storage in (*FORMAT_OF, torch.float32) and isinstance(context, tuple)):

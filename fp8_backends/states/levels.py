@@ -370,7 +370,6 @@ def forget_ties(root: nn.Module) -> None:
 
 
 def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
-    """Return a module's stored weights and their levels, by name."""
     return {part: (module._parameters[part], level) for part, level in module.__dict__.get(LEVEL, {}).items()}
 
 
