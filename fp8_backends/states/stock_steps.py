@@ -169,8 +169,8 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
         gradient: torch.Tensor,
         state: dict[str, Any],
     ) -> dict[str, Any]:
-        """As `StockSteps.whole_step`, but gather only the direction of a sharded matrix, in PyTorch's BF16: 2 bytes an
-        element."""
+        """Gather only the direction of a sharded matrix, in PyTorch's BF16 (2 bytes an element); else like
+        `StockSteps.whole_step`."""
         if not is_distributed(p):
             return super().whole_step(group, p, weight, gradient, state)
         momentum, lr = group["momentum"], float(group["lr"])
