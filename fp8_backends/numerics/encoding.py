@@ -113,7 +113,6 @@ def _spread(scales: torch.Tensor, block_size: int, shape: torch.Size) -> torch.T
 
 
 def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield flat views of the same elements of contiguous tensors, part by part."""
     flat = [tensor.view(-1) for tensor in tensors]
     in_parts = flat[0].device.type == "cpu" and is_eager(flat[0])
     return zip(*(tensor.split(PART if in_parts else max(len(tensor), 1)) for tensor in flat), strict=True)

@@ -58,8 +58,8 @@ class GatheredCodes(torch.Tensor):
         codes = self.parts.get(f"{product}_codes")
         if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
             raise self.error(
-                f"the ones for {product} are not here now: forward gathers fprop's, backward gathers dgrad's, and code "
-                f"compiled for one of them finds the other"
+                f"those that {product} reads are not here now: forward gathers fprop's, backward gathers dgrad's, and "
+                f"code that was compiled for one of them finds the other"
             )
         return Quantized(codes, self.parts[f"{product}_scale_inv"])
 

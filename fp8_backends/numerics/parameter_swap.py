@@ -78,7 +78,6 @@ class KeepsBelongings:
 
 
 def _belongings(parameter: torch.Tensor) -> tuple[dict[str, Any], Any, Any]:
-    """Return the attributes and hooks of the Parameter object."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in _STORAGE}
     return attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 

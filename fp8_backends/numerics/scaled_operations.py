@@ -247,7 +247,6 @@ def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) 
 
 
 def _one_by_one(func, args, kwargs) -> None:
-    """Run a list operation tensor by tensor."""
     count = len(args[0])
 
     def part(value: Any, i: int) -> Any:
@@ -290,7 +289,6 @@ def _require_all(tensor: ScaledTensor, func) -> None:
 
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
-    """Store the values after an operation in place."""
     if stored.accumulates:
         stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
     else:
@@ -349,7 +347,6 @@ def _copy_(func, target, source, non_blocking=False):
 
 
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
-    """Copy elements between tensors with the same scale object."""
     target._data.copy_(source._data, non_blocking)
     target.stored.count_write()
     target.stored.partial = SHARD

@@ -128,7 +128,6 @@ class WithoutMemory(torch.Tensor):
         )
 
     def tolist(self) -> list:
-        """Return the values as nested lists."""
         return self.values().tolist()
 
     def share_memory_(self) -> torch.Tensor:
@@ -452,7 +451,6 @@ def _damaged(fault: str) -> FP8BackendError:
 
 
 def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
-    """Return True if data and scale can be one ScaledTensor."""
     kinds = (torch.dtype, int, bool, (bool, str))
     tensors = isinstance(data, torch.Tensor) and isinstance(scale_inv, torch.Tensor) and data.layout == torch.strided
     if not (tensors and storage in (*FORMAT_OF, torch.float32) and isinstance(context, tuple)):
@@ -522,14 +520,14 @@ def quantize(
     """Round values to nearest into `storage`, with power-of-two scales from their amax (MS-AMP's rule).
 
     Args:
-        values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a DTensor agree on one
+        values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a DTensor agree on a single
             scale, so all of them call this; the result is a DTensor.
         storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in blocks.
         dtype: presented dtype (default: the dtype of `values`, FP32 for FP16).
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
-    local, amax = _local_and_amax(values, amax)
+    local, amax = _local_and_amax(values, amax, block_size)
     data, scale_inv = encode(local, storage, block_size, amax)
     return with_local(values, ScaledTensor(data, scale_inv, dtype or _presented(local), block_size))
 
@@ -551,9 +549,11 @@ def quantize_pair(
     return with_local(values, pair)
 
 
-def _local_and_amax(values: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _local_and_amax(
+    values: torch.Tensor, amax: torch.Tensor | None, block_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     local = local_part(values.detach())
-    if amax is None and is_distributed(values):
+    if amax is None and not block_size and is_distributed(values):
         amax = agreed_over(amax_of(local), shard_groups(values))
     return local, amax
 
@@ -582,21 +582,20 @@ def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) ->
     return with_local(tensor, local)
 
 
-@torch.no_grad()
 def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None:
     """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks of the groups call it.
     The rank's own scale, in use until then, has the same or a finer grid."""
-    values = shard.exact(torch.float32)
-    for part in (shard.master, shard):
-        if part is not None:
-            rounded = quantize_like(values, part, agreed_over(amax_of(values), groups))
-            part.unagreed = False
-            write_parts(part, rounded)
+    write_shard(shard, shard.exact(torch.float32), groups)
+
+
+@torch.no_grad()
+def write_shard(shard: ScaledTensor, values: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
+    """Write plain values into a shard and its master or residual, with scales agreed on by the ranks of the groups."""
+    for target in (shard.master, shard):
+        if target is not None:
+            rounded = quantize_like(values, target, agreed_over(amax_of(values), groups))
+            target.unagreed = False
+            for part in ("_data", "_scale_inv", "residual"):
+                if (written := getattr(target, part)) is not None:
+                    written.copy_(getattr(rounded, part))
             values = rounded.exact(torch.float32)
-
-
-def write_parts(target: ScaledTensor, rounded: ScaledTensor) -> None:
-    """Copy data, scale and residual between ScaledTensors of the same form."""
-    for part in ("_data", "_scale_inv", "residual"):
-        if (written := getattr(target, part)) is not None:
-            written.copy_(getattr(rounded, part))

@@ -114,7 +114,6 @@ def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """Return the product; the number itself without a factor."""
     return number if factor is None else number * factor
 
 

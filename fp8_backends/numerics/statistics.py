@@ -110,7 +110,6 @@ _READ = ("amax", "lowest_scale", "highest_scale", *_COUNTS, "signal", "noise")
 
 @torch.no_grad()
 def statistics_of(cast: Cast) -> Statistics:
-    """Measure a cast."""
     fmt, blocks = cast.fmt, cast.blocks
     height = 1 if blocks is None else blocks.rows  # blocks stay whole
     values = _sampled(cast.values, height)

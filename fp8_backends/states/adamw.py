@@ -175,14 +175,10 @@ class ScaledMoments(ScaledStates):
 
 
 class ScaledAdamW(ScaledMoments, torch.optim.AdamW):
-    """A converted `torch.optim.AdamW`."""
-
     fp8_declared = ADAMW
 
 
 class ScaledAdam(ScaledMoments, torch.optim.Adam):
-    """A converted `torch.optim.Adam`."""
-
     fp8_declared = ADAMW._replace(stock=torch.optim.Adam)
 
 

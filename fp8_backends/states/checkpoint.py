@@ -303,7 +303,6 @@ def _check(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
 
 
 def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
-    """Check groups, their parameters, and the keys of states."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise FP8BackendError("it is no state dict of an optimizer, which has state and param_groups")
     groups, states = state_dict["param_groups"], state_dict["state"]
@@ -365,7 +364,6 @@ def _check_number(number: Any, allowed: Range, name: str) -> None:
 def _check_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor, state: Mapping[str, Any], where: str
 ) -> None:
-    """Check one parameter's saved state against the declaration of its optimizer."""
     declared, is_wide = optimizer.fp8_declared, p.is_complex() or p.dtype == torch.float64
     exact = declared.exact_states(p.shape)
     tensors = {name: (p.shape, _MOMENTS[role][is_wide]) for name, role in optimizer.roles_of(group).items()}
@@ -381,7 +379,6 @@ def _check_state(
 
 
 def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Range, name: str) -> None:
-    """Check a state that is a tensor, plain or scaled, whole or a DTensor."""
     if not isinstance(value, torch.Tensor):
         raise FP8BackendError(f"{name} is {type(value).__name__} and no tensor. {_DAMAGED}")
     local = local_part(value)

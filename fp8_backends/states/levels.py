@@ -37,7 +37,7 @@ from ..numerics.scaled_tensor import (
     dequantize_shards,
     quantize,
     quantize_pair,
-    write_parts,
+    write_shard,
 )
 from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 
@@ -185,13 +185,7 @@ def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
     local = local_part(weight.detach())
     local.stored.state_dict_copies.accept()
     local.settle()
-    for target in (local.master, local):
-        if target is not None:
-            is_pair = target.residual is not None
-            shards = quantize_pair(values) if is_pair else quantize(values, target._data.dtype)
-            write_parts(target, local_part(shards))
-            target.unagreed = False
-            values = dequantize_shards(shards, FP32)
+    write_shard(local, local_part(values), shard_groups(weight))
 
 
 def make_plain(layer: nn.Module) -> None:
@@ -370,7 +364,6 @@ def forget_ties(root: nn.Module) -> None:
 
 
 def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
-    """Return a module's stored weights and their levels, by name."""
     return {part: (module._parameters[part], level) for part, level in module.__dict__.get(LEVEL, {}).items()}
 
 

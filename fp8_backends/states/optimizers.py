@@ -75,7 +75,6 @@ def _declared(stock: type[torch.optim.Optimizer]) -> type[StockSteps]:
 
 
 def _recreated(stock: type[torch.optim.Optimizer]) -> ScaledStates:
-    """Return an empty object for a copied or pickled one."""
     return object.__new__(_converted(stock))
 
 

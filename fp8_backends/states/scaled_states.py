@@ -57,8 +57,6 @@ class Declaration(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A parameter of an optimizer."""
-
     parameter: torch.Tensor
     group: dict[str, Any]
     index: int
@@ -134,7 +132,6 @@ class ScaledStates:
         return loss
 
     def members(self) -> list[Member]:
-        """Return all parameters, in order."""
         in_order = ((group, p) for group in self.param_groups for p in group["params"])
         return [Member(p, group, index) for index, (group, p) in enumerate(in_order)]
 

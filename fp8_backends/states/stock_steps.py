@@ -142,8 +142,6 @@ def _has_momentum(group: Mapping[str, Any]) -> bool:
 
 
 class ScaledSGD(StockSteps, torch.optim.SGD):
-    """A converted `torch.optim.SGD`."""
-
     fp8_declared = Declaration(
         torch.optim.SGD,
         roles={"momentum_buffer": "first_moment"},
@@ -155,8 +153,6 @@ class ScaledSGD(StockSteps, torch.optim.SGD):
 
 
 class ScaledMuon(StockSteps, torch.optim.Muon):
-    """A converted `torch.optim.Muon`."""
-
     fp8_declared = Declaration(
         torch.optim.Muon,
         roles={"momentum_buffer": "direction"},
@@ -173,8 +169,8 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
         gradient: torch.Tensor,
         state: dict[str, Any],
     ) -> dict[str, Any]:
-        """As `StockSteps.whole_step`, but gather only the direction of a sharded matrix, in PyTorch's BF16: 2 bytes an
-        element."""
+        """Gather only the direction of a sharded matrix, in PyTorch's BF16 (2 bytes an element); else like
+        `StockSteps.whole_step`."""
         if not is_distributed(p):
             return super().whole_step(group, p, weight, gradient, state)
         momentum, lr = group["momentum"], float(group["lr"])
@@ -197,8 +193,6 @@ def _variances(shape: torch.Size) -> dict[str, tuple[int, ...]]:
 
 
 class ScaledAdafactor(StockSteps, torch.optim.Adafactor):
-    """A converted `torch.optim.Adafactor`."""
-
     fp8_declared = Declaration(
         torch.optim.Adafactor,
         roles={},
@@ -269,7 +263,6 @@ class _Batch:
         return [step.finish(step_amaxes) for step, step_amaxes in zip(self._steps, amaxes, strict=True)]
 
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
-        """Write the E4M3 copies of stored masters."""
         for step, amax in zip(self._steps, amaxes, strict=True):
             if amax is not None:
                 step.write_copy(self._spans, amax)
@@ -322,7 +315,6 @@ class _Step:
         return {name: (torch.zeros_like(weight) if v is None else v).reshape(-1) for name, v in values.items()}
 
     def amaxes(self, values: _Values) -> list[torch.Tensor | None]:
-        """Return max |x| of weight and states of a part."""
         return [_amax(self.slots[name], values[name]) for name in self.roles]
 
     def write(self, span: slice, values: _Values, amaxes: Sequence[torch.Tensor | None]) -> None:
@@ -345,7 +337,6 @@ class _Step:
         return None if view.copy is None else amax_of(weight.data) * weight.scale_inv
 
     def write_copy(self, spans: Sequence[slice], amax: torch.Tensor) -> None:
-        """Write the E4M3 weight of a master."""
         target = slot_of(self.view.copy)
         for span in spans:
             _write(target, span, _read(self.slots[WEIGHT], span), amax, WEIGHT, None)
@@ -388,7 +379,6 @@ def _amax(slot: Slot, values: torch.Tensor) -> torch.Tensor | None:
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Join the amaxes of all parts of one tensor."""
     if parts[0] is None:
         return None
     return torch.cat(parts) if parts[0].dim() else torch.stack(parts).amax()
