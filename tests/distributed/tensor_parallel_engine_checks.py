@@ -29,7 +29,7 @@ from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.levels import expect_equal_gradients
 from fp8_backends.states.sharding import first_element
-from fp8_backends.training.conversion import (prepared_roots)
+from fp8_backends.training.conversion import prepared_roots
 from fp8_backends.training.ranks import ScalingBuffers
 from fp8_backends.training.watching import guard
 
