@@ -224,8 +224,8 @@ def _bucket_bytes(model: torch.nn.Module) -> int:
 
 def static_bytes(model: torch.nn.Module, optimizer) -> int:
     """Of weights, masters, gradients and optimizer states, on this rank."""
+    from fp8_backends.numerics.optimizers import unwrapped
     from fp8_backends.training.auditing import stored_bytes
-    from fp8_backends.training.conversion import unwrapped
 
     state = unwrapped(optimizer).state
     total = 0

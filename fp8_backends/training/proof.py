@@ -26,10 +26,9 @@ from ..compute.profiling import Layer, ProductProfile, foreign_profiler_runs, gi
 from ..errors import FP8BackendError
 from ..numerics.engine import inside_backward
 from ..numerics.modules import TemporaryHook, is_traced, plain_name
-from ..numerics.optimizers import parameter_ids
+from ..numerics.optimizers import parameter_ids, unwrapped
 from . import conversion
 from .auditing import count_flops, count_products, stored_dtype
-from .conversion import unwrapped
 from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:

@@ -29,13 +29,13 @@ from ...errors import FP8BackendError
 from ...numerics import scaling
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
-from ...numerics.optimizers import parameters_of, steps_of
+from ...numerics.optimizers import parameters_of, steps_of, unwrapped
 from ...numerics.scaled_tensor import stored_parts
 from ...numerics.scaling import HISTORY, ROLLS, WINDOW
 from ...numerics.sharded_tensor import local_part
 from ...recipes.handlers import Recipe
 from ...words import counted, listed
-from ..conversion import Prepared, prepared_roots, unwrapped
+from ..conversion import Prepared, prepared_roots
 
 logger = logging.getLogger("fp8_backends")
 
