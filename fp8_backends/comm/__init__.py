@@ -1,1 +1,1 @@
-"""How gradients and weights travel between ranks: in FP8, under PyTorch's own DDP and FSDP2."""
+"""Move gradients and weights between ranks in FP8, under PyTorch's own DDP and FSDP2."""

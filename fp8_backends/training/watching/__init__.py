@@ -1,1 +1,1 @@
-"""What watches a training while it runs: the monitor of its casts, and the guard."""
+"""Watch a training while it runs: the monitor of its casts, and the guard."""
