@@ -14,7 +14,6 @@ thread whose backward they run. Kineto is one for the process, and crashes if tw
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import threading
@@ -228,15 +227,17 @@ def _profiler_runs() -> bool:
     return _autograd._profiler_enabled()
 
 
-@functools.cache
 def _give_way_to_others() -> None:
     """Let other profilers start, and leave ours behind in forked processes. Once in a process."""
     start = torch_profiler._run_on_profiler_start
+    if hasattr(start, "gives_way"):
+        return
 
     def give_way_first() -> None:
         give_way()
         start()
 
+    give_way_first.gives_way = True
     torch_profiler._run_on_profiler_start = give_way_first
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=give_way)

@@ -8,12 +8,12 @@ from fp8_backends.numerics.kernels import cpu_casts
 
 @pytest.fixture(autouse=True)
 def casts_of_large_matrices(monkeypatch):
-    """What is compiled or traced takes the reference, and so do small layers in other folders' tests."""
+    """Compiled and traced code takes the reference, as do small layers in other folders' tests."""
     monkeypatch.setattr(cpu_casts, "FEWEST", 0)
 
 
 @pytest.fixture(params=[True, False], ids=["bf16 in hardware", "no bf16 in hardware"])
 def either_cpu(request, monkeypatch):
-    """A CPU that has bf16 products in hardware and one that has none, as far as the package asks. Whether it has."""
+    """Pretend a CPU with bf16 products in hardware, then one without. Return True for the first."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param)
     return request.param

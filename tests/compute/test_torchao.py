@@ -69,7 +69,7 @@ def adamw(model):
 
 
 def raw_torchao(model, scaling, cast_inputs=False):
-    """What a user of TorchAO writes by hand, with the operator that products on this CPU need."""
+    """Convert a model by TorchAO itself, with the operator for this CPU."""
     mend_cpu_product()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -255,8 +255,8 @@ def test_loading_torchao_prints_nothing():
 
 @pytest.mark.slow
 def test_compiled_layers_of_several_sizes_stay_within_their_buffers():
-    """In a process of its own: a fault here ends it. The second model meets code that was compiled for the first, and
-    is compiled with sizes as variables, which its padding then depends on."""
+    """Run in a new process, since a fault ends it. The second model meets code compiled for the first, and is compiled
+    with variable sizes, also in its padding."""
     script = textwrap.dedent(
         """
         import torch

@@ -25,7 +25,7 @@ LARGEST_GAP = 0.01
 
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of steps on this rank's half of a batch; the mean over the ranks."""
+    """Train on this rank's half of a batch, and return the mean losses over the ranks."""
     data = {name: rows[dist.get_rank() :: dist.get_world_size()] for name, rows in model_families.batch("gpt2").items()}
     losses = []
     for _ in range(STEPS):
@@ -47,7 +47,7 @@ def _prepared(spec, wrap):
 
 @functools.cache
 def _alone() -> list[float]:
-    """The losses of one rank by itself with the whole batch."""
+    """Return the losses of one rank with the whole batch."""
     model = model_families.build("gpt2")
     _, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "native:dynamic")
     return model_families.train(model, optimizer, "gpt2", STEPS)

@@ -38,7 +38,7 @@ SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), 
 
 
 def own_batches() -> list[torch.Tensor]:
-    """Of this rank alone, larger by its number: amaxes differ."""
+    """Return batches of this rank, larger by its number, so that amaxes differ."""
     return [batch * (1 + dist.get_rank()) for batch in BATCHES]
 
 

@@ -38,7 +38,7 @@ from .. import chips, expert_functions, hardware
 from ..counts import WGRAD, ProductCounts
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
-from ..frozen_weights import check
+from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Norm, Recipe, check_saved_states
 
@@ -162,11 +162,11 @@ class TransformerEngineCompute(Compute):
         return carrier
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
-        from .experts import build
+        from .experts import TEExperts, TEExpertWeight
         from .recipes import check_version
 
         check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)
-        return build(experts, parts, shared)
+        return TEExperts({part: TEExpertWeight(experts, part, shared) for part in parts})
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
         from .layer import AroundRoot
@@ -181,9 +181,9 @@ class TransformerEngineCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            from .weights import freeze
+            from .weights import is_frozen, make_plain, quantized
 
-            freeze(root, self.converted_layers(root))
+            freeze(root, self.converted_layers(root), is_frozen, quantized, make_plain)
 
     def is_converted(self, module: nn.Module) -> bool:
         layer = sys.modules.get(f"{__package__}.layer")

@@ -21,14 +21,6 @@ from .layer import ModelState, TELayer
 from .linear import PlainWgrad
 
 
-def build(experts: nn.Module, parts: list[str], state: ModelState) -> TEExperts:
-    """Return the FP8 form of these weights of an experts module."""
-    built = TEExperts()
-    for part in parts:
-        built[part] = TEExpertWeight(experts, part, state)
-    return built
-
-
 class TEExperts(ExpertWeights):
     """Grouped products of all experts of a module."""
 

@@ -31,7 +31,7 @@ from ...numerics.engine import call_when_backward_ends, inside_backward
 from ...numerics.state_dict_copies import StateDictCopies
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..interface import Recipe
-from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object, rows_multiple
+from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object
 
 DELAYED_PIPELINE = Refusal(
     "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
@@ -51,7 +51,8 @@ class ModelState:
         self.te_recipe = recipe_object(recipe)
         self.in_eval = bool(recipe.use_autocast_during_eval)
         self.plain_wgrad = bool(recipe.override_linear_precision[2])
-        self.rows_multiple = rows_multiple(recipe.scaling)
+        # rows are padded to it, as the contraction of the weight gradient's product
+        self.rows_multiple = 32 if recipe.scaling == "mxfp8" else 16
         self.region: Region | None = None
         self._updates_after, self._updates_forward = -1, False
 

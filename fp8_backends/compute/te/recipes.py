@@ -122,11 +122,6 @@ def device_support(scaling: str) -> tuple[bool, str]:
         return False, str(error)
 
 
-def rows_multiple(scaling: str) -> int:
-    """Return the multiple to pad rows to: they are the contraction of the weight gradient's product."""
-    return 32 if scaling == "mxfp8" else 16
-
-
 def transposed_copies() -> bool:
     """Return True if this device's per-tensor FP8 products need a transposed copy of the codes (Hopper and Ada)."""
     from transformer_engine.pytorch import utils

@@ -14,7 +14,6 @@ Imports TransformerEngine, so it is imported with a layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor
-from .. import frozen_weights
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
 
 ONE_SCALE = ("delayed", "dynamic")
@@ -138,11 +136,6 @@ def is_frozen(weight: torch.Tensor) -> bool:
     return isinstance(weight, QuantizedTensor)
 
 
-def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Store the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
-    frozen_weights.freeze(root, layers, is_frozen, quantized, make_plain)
-
-
 @torch.no_grad()
 def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """Quantize a weight to TransformerEngine's tensor with the copies for fprop and dgrad."""
@@ -191,7 +184,7 @@ def revive(layer: nn.Linear) -> None:
 
 
 def make_plain(layer: nn.Linear) -> None:
-    """Undo `freeze` on one layer. Raises `FP8BackendError` if a copy in a state dict was written to."""
+    """Undo the swap of one layer's weight. Raises `FP8BackendError` if a copy in a state dict was written to."""
     if is_frozen(layer.weight):
         layer.te_copies.check()
         swap(layer.weight, plain(layer.weight), "weight")

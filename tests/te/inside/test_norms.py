@@ -76,7 +76,7 @@ def results(norm: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("make", [*LAYER_NORMS.values(), *RMS_NORMS.values()], ids=[*LAYER_NORMS, *RMS_NORMS])
 def test_a_norm_becomes_transformer_engines_and_computes_the_same(make):
-    """In FP32: both sides sum 32 terms in FP32, so their results differ by a few units in the last place; 1e-5 of the
+    """Both sides sum 32 terms in FP32, so their results differ by a few units in the last place; 1e-5 of the
     largest entry, 84 of them."""
     model = Model(make())
     original, parameters, state = (

@@ -111,7 +111,7 @@ def with_value(rng: random.Random, value: float) -> torch.Tensor:
 
 
 def any_tensors(rng: random.Random) -> list[torch.Tensor]:
-    """What one tensor of a layer is cast from in one step: several microbatches, one, or none, of any values."""
+    """Return the values of one tensor of a layer in one step: several microbatches, one, or none."""
     kind = rng.choice(["finite"] * 4 + ["skipped", "zeros", "inf", "nan", "all nan", "tiny", "huge", "two"])
     made = {
         "skipped": [],

@@ -104,7 +104,7 @@ class NativeTraining(Training):
         fp8_backends.prepare(self.model, self.optimizer, fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
 
     def state(self, layer: int, tensor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As after the roll that the next forward begins with: TransformerEngine's comes at the end of this one."""
+        """Roll native's states, as its next forward begins: TransformerEngine does so at the end of this one."""
         now = [each.fp8_scaling.clone() for each in self.layers]
         (roll,) = self.model._forward_pre_hooks.values()
         roll(self.model, None)

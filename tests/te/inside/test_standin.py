@@ -1,4 +1,4 @@
-"""What the stand-in promises: TransformerEngine alone believes in a GPU, and is refused what a GPU would refuse."""
+"""The stand-in: only TransformerEngine sees a GPU, with the refusals of a real one."""
 
 from __future__ import annotations
 

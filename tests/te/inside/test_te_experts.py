@@ -46,7 +46,7 @@ def results(model: nn.Module, step: int, dtype: torch.dtype) -> dict[str, torch.
 
 
 def gradients(inner: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the Parameters of experts, or of the Linears of their twin in the same form."""
+    """Return the gradients of experts' Parameters, or of their twin's Linears in the same form."""
     if not isinstance(inner, Twin):
         return {name: parameter.grad for name, parameter in inner.named_parameters()}
     found = {}

@@ -35,7 +35,7 @@ def test_weights_that_stay_are_cast_once_and_every_loss_is_the_same(scaling):
 
 
 def test_delayed_scaling_trains_with_the_scales_of_the_weights_own_amax():
-    """As it would from its second step on: the first casts every weight by the scale 1."""
+    """The first step without fp8_params casts every weight by the scale 1, later ones as fp8_params does."""
     made, optimizer = prepared(fp8_params=True)
     found = losses(made, optimizer)
     gaps = [abs(a - b) for a, b in zip(found, losses(*prepared()), strict=True)]

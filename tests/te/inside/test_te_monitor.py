@@ -13,7 +13,7 @@ import fp8_backends
 
 
 def samples(spec, file):
-    """What the sampled steps of a small model have."""
+    """Return the records of the sampled steps of a small model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     fields = {"backend": spec, "monitor_every": 2, "monitor_file": file}

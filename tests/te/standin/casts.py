@@ -159,7 +159,7 @@ def _create_per_tensor(quantizer, shape: torch.Size, dtype: torch.dtype, device)
 
 
 def any_layout() -> bool:
-    """Whether the device multiplies FP8 in every layout, so that no transposes are kept."""
+    """Return True if the device multiplies FP8 in every layout, and needs no transposes."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     return is_non_tn_fp8_gemm_supported()

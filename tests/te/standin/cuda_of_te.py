@@ -1,4 +1,4 @@
-"""What TransformerEngine's modules find where they say `torch.cuda`: one device, of a given compute capability.
+"""Stand in for `torch.cuda` in TransformerEngine's modules: one device, of a given compute capability.
 
 Names that are not here are those of the real `torch.cuda`.
 """
