@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper
-from ..numerics.kernels.reference import exact_update
+from ..numerics.kernels.adam_table import exact_update
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import local_part
 

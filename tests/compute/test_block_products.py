@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from gpu_rules import BLOCK_SCALED_MM, GPURules, block_product
 from torch import nn
@@ -15,7 +16,6 @@ from fp8_backends.compute.native.block_products import block_engine_for, block_s
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import BF16_EXACT, EMULATED, FP32_EXACT, SCALED_MM, engine_of_gpu
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, Quantized
 

@@ -5,6 +5,7 @@ import pickle
 from collections import OrderedDict
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from gpu_rules import GPURules
@@ -13,7 +14,6 @@ from torch import nn
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import RECIPE_FORMATS
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaling import HISTORY, INPUT
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 

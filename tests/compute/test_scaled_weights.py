@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import reference
 import torch
 from gpu_rules import GPURules
 from hypothesis import given, settings
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 from fp8_backends.numerics.scaling import WEIGHT
 from fp8_backends.numerics.statistics import read, statistics_of

@@ -5,6 +5,7 @@ import io
 import pickle
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from torch import nn
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics import formats, scaled_tensor
 from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.meshes import agreed_over
 from fp8_backends.numerics.pairs import PART
 from fp8_backends.numerics.scaled_tensor import (
