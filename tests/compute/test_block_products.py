@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from gpu_rules import BLOCK_SCALED_MM, GPURules, block_product
 from torch import nn
@@ -13,7 +14,6 @@ from fp8_backends.compute import hardware, products
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import EMULATED, block_scaled_product, swizzled
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, Quantized
 

@@ -1,13 +1,13 @@
 """The one function behind every FP8 product: numbers, layouts, and what a GPU would accept."""
 
 import pytest
+import reference
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.compute import hardware, products
 from fp8_backends.compute.products import engine_for, plain_product, scaled_product
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.quantize import quantize
 from fp8_backends.numerics.scaling import ROWS, Quantized
 

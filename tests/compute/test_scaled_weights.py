@@ -6,6 +6,7 @@ import copy
 import itertools
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 from fp8_backends.numerics.scaling import WEIGHT
 from fp8_backends.numerics.statistics import read, statistics_of

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from torch import nn
 
@@ -10,7 +11,6 @@ from fp8_backends.compute.native import linear
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.formats import E4M3, E5M2, RECIPE_FORMATS
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training.conversion import convert

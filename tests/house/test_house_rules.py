@@ -4,6 +4,7 @@ import copy
 import textwrap
 
 import pytest
+import reference
 import safetensors.torch
 import torch
 import warm_process
@@ -11,7 +12,6 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.training.conversion import prepared_roots
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.numerics.formats import FORMATS as TABLE
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.quantize import quantize
 
 FORMATS = [E4M3, E5M2]

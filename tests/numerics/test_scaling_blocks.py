@@ -3,13 +3,13 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = [E4M3, E5M2]

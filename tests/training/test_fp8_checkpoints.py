@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import reference
 import torch
 from expert_families import build
 from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
@@ -13,8 +14,12 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
+<<<<<<< HEAD
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.training import proof
+=======
+from fp8_backends.training import checkpoint_formats, proof
+>>>>>>> third/kernels
 from fp8_backends.training.auditing import count_products
 from fp8_backends.training.conversion import prepared_roots, restore
 

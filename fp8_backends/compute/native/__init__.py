@@ -1,5 +1,15 @@
-"""The `native` compute: this package's own FP8 products, on any device."""
+"""This package's own products, with every scaling rule, on any device."""
 
-from .backend import NativeCompute
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NativeCompute"]
+if TYPE_CHECKING:
+    from .backend import NativeCompute as NativeCompute
+
+
+def __getattr__(name: str) -> Any:
+    """Import `NativeCompute` at its first use: `compute.experts` imports modules beside it."""
+    if name == "NativeCompute":
+        from .backend import NativeCompute
+
+        return NativeCompute
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

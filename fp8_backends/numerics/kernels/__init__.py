@@ -1,1 +1,1 @@
-"""The numeric operations: a short eager reference for each, and the fast forms that are tested against it."""
+"""Numeric operations as PyTorch operations, C++ and Triton kernels with the same bits."""

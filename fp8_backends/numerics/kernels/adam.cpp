@@ -1,11 +1,10 @@
-// The one-pass Adam step of adam.py over all parameters of one kind, on a CPU and to the bit the same. `bounds` finds
-// the bounds from which scales follow; `write` computes the new values, rounds them, stores them in place and keeps the
-// record of what it stores (adam_table.py). Values stay in vector registers, or, until the amax of their block is known, in
-// memory that fits the first cache.
+// The one-pass Adam step of adam.py over all parameters of one kind, on a CPU, to the bit. `bounds` bounds amaxes, for
+// scales; `write` computes, rounds and stores new values in place, and updates the record (adam_table.py). Values stay
+// in vector registers, or, until the amax of their block is known, in first-level cache.
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name formats (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; BOUNDED (0: nothing that is written has a scale), COPIED, DECOUPLED,
-// MAXIMIZE and STOCHASTIC are 0 or 1.
+// the first four with scales of blocks; BOUNDED (0: nothing written has a scale), COPIED, DECOUPLED, MAXIMIZE and
+// STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
@@ -100,8 +99,7 @@ inline Floats square_root(Floats x) {
 #endif
 }
 
-// Loads, stores and decoding. A count of elements is a constant for a whole vector: code that compares it goes.
-
+// A count of elements is a constant for a whole vector, to fold comparisons.
 constexpr std::integral_constant<int64_t, LANES> ALL{};
 
 template <class Vector, class Count> inline Vector load_lanes(const void* from, Count count) {
@@ -116,8 +114,7 @@ template <class Vector, class Count> inline void store_lanes(void* to, Vector x,
     else std::memcpy(to, &x, count * (sizeof x / LANES));
 }
 
-// Integers as wider ones, the lowest bits of wider ones, and FP16 codes of what is on FP16's grid. GCC takes many
-// instructions for a conversion of vectors.
+// Widen integers, take the lowest bits, and encode numbers on FP16's grid. GCC's vector conversions are slow.
 #if defined(__AVX512F__)
 inline Shorts shorts_of(SignedBytes x) { return cast<Shorts>(_mm256_cvtepi8_epi16(cast<__m128i>(x))); }
 inline Ints ints_of(SignedBytes x) { return cast<Ints>(_mm512_cvtepi8_epi32(cast<__m128i>(x))); }
@@ -159,7 +156,7 @@ inline Floats from_halves(Halves x) {
 #endif
 }
 
-// FP32 values of stored data. A NaN of an eight-bit format is not seen, its scale tells of it.
+// Decode stored data to FP32. A NaN of an eight-bit format becomes a number: its scale is NaN.
 template <int FORMAT, class Count> inline Floats decoded(const void* data, int64_t at, Count count) {
     const char* from = static_cast<const char*>(data) + at * GRIDS[FORMAT].bytes;
     if constexpr (FORMAT == FP32) return load_lanes<Floats>(from, count);
@@ -181,7 +178,7 @@ template <int FORMAT, class Count> inline Floats decoded(const void* data, int64
     }
 }
 
-// FP32 values of E4M11.
+// Decode E4M11 to FP32.
 template <class Count>
 inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at, Count count) {
     const auto plane = [&](const void* data) {
@@ -193,15 +190,13 @@ inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at,
     return floats_of((magnitude < 0x800 ? subnormal : normal) ^ (code & INT32_MIN));
 }
 
-// Rounding and encoding
-
 struct Rounded {
-    Ints bits;   // of |x| + shift, on the format's grid but for the bits that it drops
-    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number, which puts the mantissa bits that
-                 // the format stores in front of those that are dropped
+    Ints bits;   // of |x| + shift, on the format's grid but for the dropped bits
+    Ints shift;  // bits of 0, or for subnormal |x| of the smallest normal number: puts the format's mantissa bits in
+                 // front of the dropped ones
 };
 
-// above_zero: x is not negative, and where it is positive it may not become 0.
+// above_zero: x is not negative, and positive x does not become 0.
 template <int FORMAT>
 inline Rounded on_grid(Floats x, bool stochastic, Unsigneds random, int low, int bits, bool above_zero) {
     constexpr Grid grid = GRIDS[FORMAT];
@@ -222,7 +217,7 @@ inline Rounded on_grid(Floats x, bool stochastic, Unsigneds random, int low, int
     return {shift > 0 ? bits_of(subnormal) : normal, shift};
 }
 
-// |x| as it was rounded: FP32 bits, and exponent and mantissa as the format stores them
+// Rounded |x|: FP32 bits, and exponent and mantissa as stored
 template <int FORMAT> inline Ints magnitude_bits(Rounded r) {
     return bits_of(floats_of(r.bits & -(1 << GRIDS[FORMAT].dropped)) - floats_of(r.shift));
 }
@@ -233,7 +228,7 @@ template <int FORMAT> inline Ints magnitude_code(Rounded r) {
 
 inline Ints sign_of(Floats x, int bit) { return (bits_of(x) >> (31 - bit)) & (1 << bit); }
 
-// Writes x as it was rounded. with_sign: else x is not negative.
+// Write rounded x. with_sign: false if x is not negative.
 template <int FORMAT, class Count>
 inline void store(void* data, int64_t at, Count count, Floats x, Rounded r, bool with_sign) {
     constexpr Grid grid = GRIDS[FORMAT];
@@ -261,8 +256,6 @@ inline void store_pair(void* codes, void* residuals, int64_t at, Count count, Fl
     store_lanes(static_cast<char*>(residuals) + at, bytes_of(both), count);
 }
 
-// Scales
-
 inline bool is_finite(float amax) { return (cast<int32_t>(amax) & INT32_MAX) < INF_BITS; }
 
 // 2**floor(log2(max / amax)), at most 2**126; 1 for an amax of 0, inf or NaN
@@ -279,7 +272,7 @@ inline float inverse_of(float scale, float amax) {
     return is_finite(amax) ? cast<float>(2 * ONE - cast<int32_t>(scale)) : NAN;
 }
 
-// Random bits: the finaliser "lowbias32" of Chris Wellons' hash-prospector
+// Mix bits: the finalizer "lowbias32" of Chris Wellons' hash-prospector
 
 template <class T> inline T hashed(T x) {
     x ^= x >> 16;
@@ -288,8 +281,6 @@ template <class T> inline T hashed(T x) {
     x *= 0x846CA68Bu;
     return x ^ (x >> 16);
 }
-
-// Parameters
 
 struct Table {  // as in adam_cpu.py
     const int64_t* rows;
@@ -314,7 +305,7 @@ struct Parameter {
         return scaled(slot) ? at<float>(INVERSE + slot)[blocked(slot) ? block : 0] : 1.0f;
     }
 
-    // No less than max |x| of the gradient; 0 if it counts as zero. measured: where no scale tells.
+    // Bound max |x| of the gradient; 0 if it counts as zero. measured: for gradients without one scale.
     float largest_gradient(float measured) const {
         if (row[FINITE] && !*at<bool>(FINITE)) return 0;
         const float amax = scaled(1) && !blocked(1) ? inverse(1, 0) * cast<float>(GRIDS[GRAD].max_bits) : measured;
@@ -355,7 +346,7 @@ inline int32_t largest_of(Ints x) {
 #endif
 }
 
-// The largest of what is stored in a run, in each lane: bits without scales
+// Largest stored bits of a run in each lane, without scales
 struct Stored {
     Ints w{}, m{}, v{}, quotient = OF_ROOTS ? -HALF_OF_ONE - Ints{} : Ints{};
 
@@ -372,7 +363,7 @@ struct Stored {
     }
 };
 
-// The largest of what is stored in several runs, in each lane: bits, as `measured` of adam_table.py has them
+// Largest stored bits of several runs in each lane, coded as by `measured` of adam_table.py
 struct Record {
     Ints largest[4] = {};
 
@@ -394,13 +385,13 @@ struct New {
     Floats w, m, v;  // v: or its root, if that is stored
 };
 
-// What waits until the amaxes of its block are known
+// New values until the amaxes of their block are known
 struct Waiting {
     Floats w, m, v;
     Unsigneds random;
 };
 
-// Elements that share all scales: a chunk of a parameter, or a block of its elements
+// Elements with common scales: a chunk of a parameter, or a block of its elements
 struct Run {
     const Parameter p;
     int64_t block = 0, start = 0, stop = 0;
@@ -429,7 +420,7 @@ struct Run {
         else return decoded<WEIGHT>(p.at<void>(DATA), at, count);
     }
 
-    // adam_step of reference.py with FP32 operations
+    // torch.optim Adam with FP32 operations
     template <class Count> inline New adam_step(int64_t at, Count count) const {
         const float* hyper = p.hyper;
         Floats w = weight(at, count) * inverse[0];
@@ -448,14 +439,14 @@ struct Run {
         return {w, m, OF_ROOTS ? root : v};
     }
 
-    // From a bound of this step's amax, or the amax of a block. The copy has the scale that follows from the weight's.
+    // From a bound of this step's amax, or the amax of a block. The copy's scale follows from the weight's.
     template <int I> void choose_scale(float amax) {
         if (I == 0) copy_scale = scale_of<COPY>(amax);
         if (!p.scaled(WRITTEN[I])) return;
         scale[I] = scale_of<FORMATS[WRITTEN[I]]>(amax);
         new_inverse[I] = inverse_of(scale[I], amax);
     }
-    // For those that have one scale. bounds: the parameter's three.
+    // For slots with one scale. bounds: the parameter's three.
     void choose_scales(const float* bounds) {
         if (!blocked(0)) choose_scale<0>(bounds[0]);
         if (!blocked(2)) choose_scale<1>(bounds[1]);
@@ -475,7 +466,7 @@ struct Run {
         return hashed((lanes + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key);
     }
 
-    // Writes new values. Returns bits of |x| as it is stored, without its scale.
+    // Write new values. Return stored bits of |x|, without the scale.
     template <int I, class Count> inline Ints put(int64_t at, Count count, Floats x, Unsigneds random) const {
         constexpr int format = FORMATS[WRITTEN[I]];
         void* data = p.at<void>(DATA + WRITTEN[I]);
@@ -491,7 +482,7 @@ struct Run {
         }
     }
 
-    // Writes the new weight, and its copy. Returns bits of what is stored, with the sign but without the scale.
+    // Write the new weight and its copy. Return stored bits, with the sign but without the scale.
     template <class Count> inline Ints put_weight(int64_t at, Count count, Floats x, Unsigneds random) const {
         const Ints stored = put<0>(at, count, x, random) | (bits_of(x) & INT32_MIN);
         if (COPIED) put_copy(at, count, floats_of(stored));
@@ -504,7 +495,7 @@ struct Run {
         store<COPY>(p.at<void>(COPY_DATA), at, count, x, on_grid<COPY>(x, false, Unsigneds{}, 0, 0, false), true);
     }
 
-    // Returns the largest of what is stored.
+    // Return the largest stored bits.
     Stored write() const {
         Stored largest;
         for_vectors([&](int64_t at, auto count) {
@@ -517,7 +508,7 @@ struct Run {
         return largest;
     }
 
-    // `write` of a block, of which scales follow from its own values
+    // `write` of a block with scales from its own values
     Stored write_block(Waiting* waiting) {
         Stored largest;
         Ints w_amax{}, m_amax{}, v_amax{};

@@ -21,6 +21,7 @@ from .adam_table import (
     BETA2,
     DECAY,
     EPS,
+    GRADIENT_LIMIT,
     INV_SQRT_BIAS2,
     NEW_IN_EXP_AVG,
     NEW_IN_EXP_AVG_SQ,
@@ -43,7 +44,6 @@ from .adam_table import (
     spans,
     square_root,
 )
-from .reference import GRADIENT_LIMIT
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS, codes_of, random_bits, random_key
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class _Passes:
         return None if self.job.copy is None else part.decoded(self.job.weight).abs().amax()
 
     def _new_values(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run `reference.adam_step` with FP32 operations: new weight, exp_avg and exp_avg_sq, or its root if stored."""
+        """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
         hyper, kind = self.job.hyper, self.kind
         p, g, m, v = (part.decoded(slot) * part.blocks(inverse_of(slot), slot) for slot in self.slots)
         has_roots = kind.format(3) is ROOT8

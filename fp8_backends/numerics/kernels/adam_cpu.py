@@ -174,44 +174,35 @@ class Library:
 def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Load the library from the cache, else from a temporary folder. Raises OSError if both fail, and
     `subprocess.TimeoutExpired` for an endless compiler."""
-    failures: list[str] = []
-    for own_folder in (_cache, _temporary):
-        try:
-            with own_folder() as folder:
-                loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags)))
-        except OSError as error:
-            failures.append(str(error))
-            continue
-        if failures:
-            warnings.warn(
-                f"the optimizer step was compiled for this process alone, as each process will: {failures[0]}. Let the "
-                "environment variable XDG_CACHE_HOME name a folder of your own that can be written, on a disk with "
-                "space from which code may be loaded, and that others cannot write, nor what lies above it",
-                stacklevel=4,
-            )
-        return loaded
-    raise OSError("; ".join(dict.fromkeys(failures)))
+    try:
+        return ctypes.CDLL(str(_compiled_once(_cache(), source, flags)))
+    except OSError as error:
+        failure = str(error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fp8_backends-", ignore_cleanup_errors=True) as name:
+            folder = Path(os.path.realpath(name))
+            make_own(folder)
+            loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags)))  # stays in memory
+    except OSError as error:
+        raise OSError("; ".join(dict.fromkeys((failure, str(error))))) from None
+    warnings.warn(
+        f"the optimizer step was compiled for this process alone, as each process will: {failure}. Let the "
+        "environment variable XDG_CACHE_HOME name a folder of your own that can be written, on a disk with "
+        "space from which code may be loaded, and that others cannot write, nor what lies above it",
+        stacklevel=4,
+    )
+    return loaded
 
 
-@contextlib.contextmanager
-def _cache() -> Iterator[Path]:
-    """Provide this user's folder of libraries."""
+def _cache() -> Path:
+    """Return this user's folder of libraries."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     base = named if os.path.isabs(named) else os.path.expanduser("~/.cache")  # XDG ignores a relative one
     if not os.path.isabs(base):
         raise FileNotFoundError("this user has no home folder")
     folder = Path(os.path.realpath(base), "fp8_backends")
     make_own(folder)
-    yield folder
-
-
-@contextlib.contextmanager
-def _temporary() -> Iterator[Path]:
-    """Provide a temporary folder. Loaded libraries stay in memory."""
-    with tempfile.TemporaryDirectory(prefix="fp8_backends-", ignore_cleanup_errors=True) as name:
-        folder = Path(os.path.realpath(name))
-        make_own(folder)
-        yield folder
+    return folder
 
 
 def _compiled_once(folder: Path, source: Path, flags: tuple[str, ...]) -> Path:
@@ -259,21 +250,19 @@ def _locked(lock: Path) -> Iterator[None]:
         if fcntl is not None:
             with contextlib.suppress(OSError):
                 descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-                _wait_for(descriptor)
+                deadline, held = time.monotonic() + _LONGEST_WAIT, False
+                while not held and time.monotonic() < deadline:
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        held = True
+                    except BlockingIOError:
+                        time.sleep(_POLL)
         yield
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
             os.close(descriptor)
-
-
-def _wait_for(descriptor: int) -> None:
-    deadline = time.monotonic() + _LONGEST_WAIT
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(_POLL)
 
 
 def _compiled(folder: Path, key: str, command: list[str]) -> Path:

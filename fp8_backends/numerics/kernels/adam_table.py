@@ -30,7 +30,6 @@ import torch
 
 from ..formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ..scaling import tensor_amax
-from .reference import GRADIENT_LIMIT, adam_numbers
 from .rounding import SEED_FACTOR, decoded
 from .triton_gate import on_device
 
@@ -40,6 +39,9 @@ HYPERS = 9
 """Number of hyperparameters, in the order of `adam_numbers`:"""
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = range(5)
 NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(5, HYPERS)
+
+GRADIENT_LIMIT = 2.0**63
+"""A larger element of a gradient counts as zero, to keep squares finite in FP32."""
 
 WRITTEN = (0, 2, 3)
 """Places of weight, exp_avg and exp_avg_sq among the slots; the gradient has place 1."""
@@ -249,20 +251,49 @@ def largest_gradient(grad: Slot, finite: torch.Tensor) -> torch.Tensor:
     return torch.where(finite, amax, 0.0)
 
 
-def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
-    """Return `reference.adam_numbers` as one FP32 tensor on `device`, [HYPERS].
+def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
+    """Compute a step's hyperparameters, numbers or tensors: step size, factor of decoupled weight decay, weight decay,
+    share of the gradient in exp_avg, beta2, share of its square in exp_avg_sq, factor of the root of exp_avg_sq, eps,
+    and the step, 1 in the first."""
+    inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
+    decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
+    step_size = lr / (1 - beta1**step)
+    shares = new_in_exp_avg, beta2, new_in_exp_avg_sq
+    return step_size, decay, weight_decay, *shares, inv_sqrt_bias2, eps, step
 
-    Args:
-        group_lr, betas: floats or 0-dim tensors.
-        step: FP32, 0-dim, 1 in the first step. A CPU tensor is read; others stay on their device, without waiting.
-    """
+
+def exact_update(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    decoupled: bool,
+) -> torch.Tensor:
+    """Compute Adam's change of a weight in FP64 from the moments after the step."""
+    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = adam_numbers(lr, *betas, eps, weight_decay, step)
+    p, m, root = weight.double(), exp_avg.double(), exp_avg_sq.double().sqrt()
+    return (p * decay if decoupled else p) - step_size * m / (root * inv_sqrt_bias2 + eps) - p
+
+
+def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
+    """Return `adam_hypers` of one step count, [HYPERS]."""
     return adam_hypers(group_lr, betas, eps, weight_decay, [step], device)[0]
 
 
 def adam_hypers(
     group_lr, betas, eps: float, weight_decay: float, steps: Sequence[torch.Tensor], device
 ) -> torch.Tensor:
-    """Return `adam_hyper` for several step counts on one device, FP32 [len(steps), HYPERS]."""
+    """Return `adam_numbers` of each step count as FP32 on `device`, [len(steps), HYPERS].
+
+    Args:
+        group_lr, betas: floats or 0-dim tensors.
+        steps: FP32, 0-dim, on one device, 1 in the first step. CPU tensors are read; others stay, without waiting.
+    """
     numbers = [_number(x) for x in (group_lr, *betas)]
     if steps[0].device.type == "cpu":
         counts = [step.item() for step in steps]

@@ -24,7 +24,10 @@ from .triton_gate import is_eager, usable
 
 
 def _dispatched(reference: Callable) -> Callable:
-    """Call the function of this name in `triton_messages` or `cpu_messages` for the tensors they serve."""
+    """Call the function of this name in `triton_messages` or `cpu_messages` for tensors they serve.
+
+    `__wrapped__` is the function itself.
+    """
 
     @functools.wraps(reference)
     def fastest(first, *arguments, **options):
@@ -57,14 +60,19 @@ def pack(
         pieces += [gap, values if part.scale_inv is None else values * part.scale_inv]
         filled = part.start + part.values.numel()
     values = pad(torch.cat(pieces), (0, rows * columns - filled)).view(rows, columns)
-    messages = _encode(values)
+    messages = encode.__wrapped__(values)
     return messages, (values_of(messages) if rounded else values).select(0, rank).clone()
 
 
 @_dispatched
 def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     """Return messages, uint8, of floating-point values [rows, columns]. May not write the message of `own_row`."""
-    return _encode(rows)
+    columns = rows.shape[1]
+    blocks = pad(rows.float(), (0, -columns % BLOCK)).view(rows.shape[0], -1, BLOCK)
+    amax = blocks.abs().amax(-1)
+    scale = power_of_two_scale(amax, E4M3)
+    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(rows.shape[0], -1).narrow(1, 0, columns)
+    return torch.cat([codes.view(torch.uint8), exponents_of(scale, amax)], 1)
 
 
 @_dispatched
@@ -74,7 +82,7 @@ def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -
     Args:
         received: uint8 [ranks, bytes]. `own`, [columns] in any dtype, replaces row `rank`.
     """
-    return _encode((_sum(received, own, rank) / divisor).unsqueeze(0))
+    return encode.__wrapped__((_sum(received, own, rank) / divisor).unsqueeze(0))
 
 
 @_dispatched
@@ -97,7 +105,9 @@ def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
 @_dispatched
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split messages, uint8, into (E4M3 codes [rows, columns], FP32 scale_inv [rows, ceil(columns / BLOCK)])."""
-    return _decode(messages)
+    columns = columns_of(messages)
+    codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
+    return codes.view(E4M3.dtype), scales_of(messages.narrow(1, columns, messages.shape[1] - columns))
 
 
 @_dispatched
@@ -108,23 +118,8 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 def values_of(messages: torch.Tensor) -> torch.Tensor:
     """Return the values of messages: FP32 [rows, columns]."""
-    codes, scale_inv = _decode(messages)
+    codes, scale_inv = decode.__wrapped__(messages)
     return codes.float() * scale_inv.repeat_interleave(BLOCK, 1).narrow(1, 0, codes.shape[1])
-
-
-def _encode(rows: torch.Tensor) -> torch.Tensor:
-    columns = rows.shape[1]
-    blocks = pad(rows.float(), (0, -columns % BLOCK)).view(rows.shape[0], -1, BLOCK)
-    amax = blocks.abs().amax(-1)
-    scale = power_of_two_scale(amax, E4M3)
-    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(rows.shape[0], -1).narrow(1, 0, columns)
-    return torch.cat([codes.view(torch.uint8), exponents_of(scale, amax)], 1)
-
-
-def _decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = columns_of(messages)
-    codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
-    return codes.view(E4M3.dtype), scales_of(messages.narrow(1, columns, messages.shape[1] - columns))
 
 
 def _sum(received: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:

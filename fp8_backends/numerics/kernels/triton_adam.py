@@ -1,11 +1,8 @@
-"""The Adam step on an NVIDIA GPU: two launches over all parameters of a kind, whatever their number and sizes.
+"""Run the Adam step on an NVIDIA GPU: two launches over all parameters of a kind, of any number and sizes.
 
-`_bounds_kernel` reads a few numbers of each parameter and finds the bounds from which scales follow. A program of
-`_write_kernel` works on one chunk of one parameter, which it finds in the table (`table.py`): it computes the new
-values, rounds and stores them, and casts the copy of an O3 master. Programs run in any order, so the first kernel sets
-aside the scales that the second replaces.
-
-`triton_tiles.py` has what a program does with a tile.
+`_bounds_kernel` bounds each parameter's amaxes, for its scales. A program of `_write_kernel` finds one chunk of one
+parameter in the table (`adam_table.py`), computes, rounds and stores its new values (`triton_tiles.py`), and casts the
+copy of an O3 master. Programs run in any order, so the first kernel saves the scales replaced by the second.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FORMATS, ROOT8
-from .adam_table import LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK, AdamTable, Kind
-from .reference import GRADIENT_LIMIT
+from .adam_table import GRADIENT_LIMIT, LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK, AdamTable, Kind
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
 from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
 from .triton_gate import has_fp8_casts, on_device_of
@@ -47,7 +43,6 @@ from .triton_tiles import (
     load,
     mixed,
     new_scale,
-    no_bits,
     nothing_stored,
     place_of,
     pointer_to,
@@ -61,24 +56,22 @@ _CHUNK = 8192
 """Elements of a program; no block has more than half."""
 
 _LANES, LIMITS = 4, {"num_warps": 8}
-"""Elements in a row that a thread has. Four of them: nothing is spilled, and enough programs run at a time to hide what
-they wait for."""
-
+"""A thread's consecutive elements: with four, nothing spills and enough programs hide each other's waits."""
 
 _RATIO_BITS, _LIMIT = tl.constexpr(RATIO_BITS), tl.constexpr(GRADIENT_LIMIT)
 _SLACK, _UPDATE_SLACK, _LEAST_ROOT = tl.constexpr(SLACK), tl.constexpr(UPDATE_SLACK), tl.constexpr(LEAST_ROOT)
 
 
-# Kernels. Grid: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
+# Grid of the kernels: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
 
 
 @triton.jit
 def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Keep the amaxes of gradients, and tell the table of those with an element that is not finite."""
+    """Store amaxes of gradients, and clear the finite flag of those with a non-finite element."""
     row, index, start = row_of(table, parameters, KIND)
     numel = tl.load(row + NUMEL)
     pointer = pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED)
-    largest = no_bits(KIND)
+    largest = tl.zeros((KIND.rows, KIND.width), tl.int32)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
         at, inside, block = place_of(numel, first, KIND)
@@ -95,7 +88,7 @@ def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGN
 
 @triton.jit
 def _grad_amax(row, measured, KIND: tl.constexpr):
-    """`table.largest_gradient`. measured: where no scale tells."""
+    """Compute `largest_gradient`. measured: the amax of a gradient without one scale."""
     if KIND.scaled[1] and not KIND.blocked[1]:
         inverse = inverse_of(row, KIND, 1)
         amax = tl.where(is_finite(inverse), inverse * format_max(KIND.formats[1]), 0.0)
@@ -109,7 +102,7 @@ def _grad_amax(row, measured, KIND: tl.constexpr):
 
 @triton.jit
 def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
-    """record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for roots."""
+    """Compute `adam_table.new_bounds`. record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for roots."""
     w, m, v = from_bits(record[0]), from_bits(record[1]), from_bits(record[2])
     ratio = from_bits(record[3] + _RATIO_BITS)
     n, step_size, c, eps = hyper[NEW_IN_EXP_AVG], tl.abs(hyper[STEP_SIZE]), hyper[INV_SQRT_BIAS2], hyper[EPS]
@@ -136,7 +129,7 @@ def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
-    """`bounds.new_bounds`. Empties the record, and sets aside the old scales. Grid: one program for each parameter."""
+    """Find bounds, clear the record and save the old scales. Grid: one program for each parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, bounds, old = table + index * COLUMNS, bounds_ptr + index * 3, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
@@ -182,13 +175,10 @@ def _write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, AL
         keep_record(row, largest, scales, KIND)
 
 
-# Launches
-
-
 @dataclass(frozen=True, repr=False)
 class _Constants:
-    """What the kernels of a kind are compiled for, as Triton wants what its functions hand on: an object whose
-    attributes are constants. It has those of `Kind`, and the ones below. Triton's disk cache knows it by its repr."""
+    """Constants of a kind's kernels in the form of Triton's function arguments: an object with constants as attributes.
+    Has the fields of `Kind` and more. Its repr is part of the key of Triton's disk cache."""
 
     kind: Kind
     fp8_casts: bool
@@ -223,13 +213,13 @@ class _Constants:
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
-    """The kernels of a kind for the tensor's device; None for a block size that no tile has."""
+    """Return the kernels of a kind for the tensor's device; None for a block size without a tile."""
     size = kind.block_size
     return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= _CHUNK // 2 else None
 
 
 class TritonKernels:
-    """Launches the kernels of one kind."""
+    """Launch the kernels of one kind."""
 
     def __init__(self, kind: Kind, fp8_casts: bool):
         self.constants = _Constants(kind, fp8_casts)
@@ -256,5 +246,5 @@ _kernels = functools.cache(TritonKernels)
 
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The index of each chunk's parameter, int32 [chunks]. Cached, since an optimizer's parameters keep their sizes."""
+    """Return the index of each chunk's parameter, int32 [chunks]. Cached, as parameters keep their sizes."""
     return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)

@@ -1,11 +1,9 @@
-"""Triton kernels that quantize a matrix with a scale for each of its rows or blocks, along either dimension.
+"""Triton kernels quantizing a matrix with a scale for each row or block, along either dimension.
 
-A product contracts rows, so the codes of x.t() have other blocks, and scales of their own. One program has a tile that
-is whole in blocks along both dimensions, and makes all four: codes and scales of x, codes and scales of x.t(). A
-scale for a whole row takes a pass before, for the maxima of rows and columns at once; or two sweeps over some rows by
-one program, the second from the cache, where nothing is wanted of x.t().
-
-The numbers are those of `scaling.Blocks.quantize`, to the bit.
+Products contract rows, so x.t() has other blocks and its own scales. A program's tile is whole in blocks along both
+dimensions and gives all four: codes and scales of x and of x.t(). For scales of whole rows, a first pass finds the
+maxima of rows and columns at once; without x.t(), one program sweeps twice over some rows, the second time from cache.
+Results equal `scaling.Blocks.quantize`, to the bit.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from .triton_quantize import (
 )
 
 BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
-"""A program works on a square that is whole in blocks along both dimensions, band after band. A whole square of 128
-would take so many registers that only one program fits on a multiprocessor, whose loads overlap with nothing."""
+"""A program processes a square of whole blocks, band after band. The registers of a whole square of 128 would leave
+one program on a multiprocessor, without overlap of loads."""
 SWEEP_TILE = Tile(4, 1024, 4)
-"""The tile of rows that one program sweeps over twice."""
+"""Rows of one program that sweeps twice."""
 LINE_TILE, LINE_STEPS = Tile(4, 512, 2), 8
-"""For the maxima of rows and columns at once: one program takes so many tiles, one below the other. Each thread has
-columns of its own, whose maxima stay in its registers; of the rows, a number a warp goes through shared memory."""
+"""For maxima of rows and columns: tile, and tiles of one program, one below the other. Maxima of a thread's columns
+stay in registers; maxima of rows go through shared memory, one number a warp."""
 
 
 def quantize_blocks(
@@ -63,11 +61,7 @@ def quantize_blocks(
     stored_scale_inv: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Layouts:
-    """`dispatch.quantize_blocks`, with the same arguments and results.
-
-    Args:
-        tile: what one program works on; None: what suits the blocks.
-    """
+    """Run `quantize.quantize_blocks`. tile: of one program; None: suited to the blocks."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
     codes, transposed = empty_codes(matrix, rows, columns)
@@ -95,58 +89,27 @@ def _quantize_squares(matrix, blocks, fmt, codes, scale_inv, transposed, transpo
     kernel, constants = _squares_kernel, {}
     if blocks is not SQUARES:
         kernel, constants = _vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
-    kernel[(tiles_of(matrix, band._replace(rows=band.columns)),)](
-        matrix,
-        codes,
-        scale_inv,
-        transposed,
-        transposed_scale_inv,
-        stored_scale_inv,
-        *matrix.shape,
-        matrix.stride(0),
-        **constants,
-        **casting(matrix, fmt),
-        BAND=band.rows,
-        SIDE=band.columns,
-        **limits(band),
-    )
+    pointers = matrix, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv
+    constants |= {**casting(matrix, fmt), "BAND": band.rows, "SIDE": band.columns, **limits(band)}
+    grid = (tiles_of(matrix, band._replace(rows=band.columns)),)
+    kernel[grid](*pointers, *matrix.shape, matrix.stride(0), **constants)
 
 
 def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, tile):
     rows, columns = matrix.shape
+    shape = rows, columns, matrix.stride(0)
+    tile = tile or (SWEEP_TILE if transposed is None else CAST_TILE)
+    options = casting(matrix, fmt) | tiling(tile)
     if transposed is None:
-        tile = tile or SWEEP_TILE
-        _sweep_kernel[(max(-(-rows // tile.rows), 1),)](
-            matrix,
-            codes,
-            scale_inv,
-            stored_scale_inv,
-            *matrix.shape,
-            matrix.stride(0),
-            **casting(matrix, fmt),
-            **tiling(tile),
-        )
+        _sweep_kernel[(max(-(-rows // tile.rows), 1),)](matrix, codes, scale_inv, stored_scale_inv, *shape, **options)
         return
-    tile = tile or CAST_TILE
-    # features first: they are multiples of 16 more often than tokens, and where bits begin is compiled in
+    # features first: more often multiples of 16 than tokens, and Triton specializes on the alignment of pointers
     column_bits, row_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([columns, rows])
     row_bits = None if codes is None else row_bits
-    shape = rows, columns, matrix.stride(0)
     strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
     _line_amax_kernel[(strips,)](matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE))
-    _line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](
-        matrix,
-        codes,
-        scale_inv,
-        row_bits,
-        transposed,
-        transposed_scale_inv,
-        column_bits,
-        stored_scale_inv,
-        *shape,
-        **casting(matrix, fmt),
-        **tiling(tile),
-    )
+    pointers = matrix, codes, scale_inv, row_bits, transposed, transposed_scale_inv, column_bits, stored_scale_inv
+    _line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](*pointers, *shape, **options)
 
 
 @triton.jit
@@ -159,21 +122,21 @@ def _stored_scale_inv(ptr):
 
 @triton.jit
 def _mx_exponent(amax, FORMAT_MAX: tl.constexpr):
-    """The biased exponent of `scaling.mx_scale`'s inverse, which is E8M0: 0 to 254."""
+    """Return the biased exponent, 0 to 254, of the inverse of `scaling.mx_scale`, in E8M0."""
     reciprocal: tl.constexpr = 1.0 / FORMAT_MAX
     bits = as_bits(amax * reciprocal)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
+    # a subnormal number rounds up only above 2**-127, the value of exponent 0
     upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
     return tl.minimum(exponent + upwards.to(tl.int32), 254)
 
 
 @triton.jit
 def _block_scale(amax, FORMAT: tl.constexpr, E8M0: tl.constexpr):
-    """The scale of blocks, and what is stored of it."""
+    """Return the scale of blocks, and its stored inverse."""
     if E8M0:
         exponent = _mx_exponent(amax, format_max(FORMAT))
-        # FP32 stores 2**-127, the inverse of the largest, without an exponent
+        # 2**-127, the inverse of the largest, is subnormal in FP32
         scale = from_bits(tl.where(exponent == 254, 0x400000, (254 - exponent) << 23))
         stored = exponent.to(tl.uint8)
     else:
@@ -200,7 +163,7 @@ def _vectors_kernel(
     BAND: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """One square: bands of its rows, then bands of its columns, which lie in the cache by now."""
+    """Process one square: bands of its rows, then bands of its columns, from cache."""
     bands: tl.constexpr = SIDE // BAND
     blocks: tl.constexpr = SIDE // LENGTH
     factor = _stored_scale_inv(stored_scale_inv_ptr)
@@ -241,7 +204,7 @@ def _squares_kernel(
     BAND: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """One square: its amax, band by band, then its codes."""
+    """Process one square: its amax, band by band, then its codes."""
     bands: tl.constexpr = SIDE // BAND
     factor = _stored_scale_inv(stored_scale_inv_ptr)
     at_row, at_column = place_of(tl.program_id(0), columns, SIDE)
@@ -276,7 +239,7 @@ def _line_amax_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """The maxima of the rows and of the columns, as bits."""
+    """Find the maxima of rows and columns, as bits."""
     at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
     largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.int32)
     for step in range(STEPS):
@@ -292,7 +255,7 @@ def _line_amax_kernel(
 
 @triton.jit
 def _line_scale(bits_ptr, at, length, factor, FORMAT: tl.constexpr):
-    """The scales of rows or columns, and their inverses."""
+    """Return the scales of rows or columns, and their inverses."""
     amax = from_bits(tl.load(bits_ptr + at, mask=at < length, other=0)) * factor
     scale = scale_from_amax(amax, format_max(FORMAT))
     return scale, scale_inv_of(scale, amax)
@@ -316,7 +279,7 @@ def _line_cast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """One tile with a scale for each row, and once more, from the cache, with a scale for each column."""
+    """Cast one tile with a scale for each row, and again, from cache, with a scale for each column."""
     factor = _stored_scale_inv(stored_scale_inv_ptr)
     at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
     if codes_ptr is not None:
@@ -348,7 +311,7 @@ def _sweep_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Whole rows, read from the cache the second time."""
+    """Cast whole rows, read from cache the second time."""
     factor = _stored_scale_inv(stored_scale_inv_ptr)
     at_row, across = tl.program_id(0), tl.cdiv(columns, TILE_COLUMNS)
     largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)

@@ -110,14 +110,8 @@ def _casts_in_hardware(device: int) -> bool:
     return not _interprets() and _capability(device) >= _FP8_CASTS
 
 
-@functools.cache
-def _properties(device: int):
-    return torch.cuda.get_device_properties(device)
-
-
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_properties = functools.cache(torch.cuda.get_device_properties)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache

@@ -1,11 +1,8 @@
-"""Triton kernels that quantize many matrices at once: groups of rows that lie in one matrix, and weights of experts.
+"""Triton kernels quantizing many matrices at once: groups of rows of one matrix, and weights of experts.
 
-However many matrices there are, one launch takes all amaxes, and one casts. The first reads an element once, the second
-reads it again and writes a code for each layout that is asked for: rows as they lie, and transposed. Groups of rows are
-moved to their places in the same pass, and what lies between the groups gets codes of zero. Nothing waits for the
-device, and no one but the kernels knows where a group begins.
-
-The numbers are those of `scaling` and `formats`, to the bit.
+For any number of matrices, one launch finds all amaxes and one casts to both layouts, moving groups of rows to their
+places, with codes of zero between the groups. Nothing waits for the device, and only the kernels read the bounds of the
+groups. Results equal `scaling` and `formats`, to the bit.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ from .triton_common import (
 from .triton_quantize import AMAX_ROW_TILE, CAST_TILE, casting, place_of, tiling
 
 BAND = 16
-"""Groups begin at multiples of this, so that so many places have one group. Codes are padded to multiples of it."""
+"""Groups begin at multiples of this, and codes are padded to multiples of it."""
 COLUMN_SCALES = 1024
-"""So many scales of columns are stored by one program."""
+"""Scales of columns stored by one program."""
 
 _BAND, _COLUMN_SCALES = tl.constexpr(BAND), tl.constexpr(COLUMN_SCALES)
 
@@ -52,22 +49,22 @@ def quantize_groups(
     *,
     lines: bool = False,
 ) -> Layouts:
-    """Groups of the rows of a matrix, each at its places.
+    """Quantize groups of the rows of a matrix, each at its places.
 
     Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        owners: int32 [places], the group of each place; a multiple of BAND of them. The places of a group follow one
-            another, and begin at a multiple of BAND.
-        sources: int32 [places], the row that goes to each place; -1: none, its codes are zero.
-        groups: how many there are.
-        scale: FP32 [groups], where they are known; None: they follow from the amaxes.
-        rows, columns: the layouts that are needed: `codes`, `transposed`.
-        lines: whether each row, and in `transposed` each column of a group, has a scale of its own. Else a group has.
+        x: [rows, columns], bf16, fp16 or FP32.
+        owners: int32 [places], the group of each place. Their number is a multiple of BAND. The places of a group are
+            consecutive and begin at a multiple of BAND.
+        sources: int32 [places], the row for each place; -1: none, for codes of zero.
+        groups: number of groups.
+        scale: FP32 [groups]; None: derived from the amaxes.
+        rows, columns: requested layouts: `codes`, `transposed`.
+        lines: a scale for each row, and in `transposed` for each column of a group, instead of one for each group.
 
     Returns:
         codes [places, columns'] and scale_inv [places]; transposed [columns', places] and transposed_scale_inv [groups,
-        columns'], columns' being the next multiple of BAND. Beyond the matrix codes are zero and scales 1. amax: FP32
-        [groups], NaN left out, 0 for a group without rows; None with `lines`.
+        columns'], with columns' the next multiple of BAND. Outside the matrix codes are zero and scales 1. amax: FP32
+        [groups], ignoring NaN, 0 for an empty group; None with `lines`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     return _quantize(_Matrices(x.unsqueeze(0), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines)
@@ -82,10 +79,10 @@ def quantize_experts(
     *,
     lines: bool = False,
 ) -> Layouts:
-    """Many matrices, each as if it were one group: weight [experts, rows, columns].
+    """Quantize matrices as one group each: weight [experts, rows, columns].
 
     Returns:
-        As `quantize_groups`, for each expert: codes [experts, rows', columns'] and scale_inv [experts, rows'];
+        As in `quantize_groups`, for each expert: codes [experts, rows', columns'] and scale_inv [experts, rows'];
         transposed [experts, columns', rows'] and transposed_scale_inv [experts, columns'].
     """
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
@@ -99,7 +96,7 @@ class _Matrices(NamedTuple):
     places: int
     """Of one matrix."""
     owners: torch.Tensor | None = None
-    """As in `quantize_groups`; None: each matrix is a group, and each row in its place."""
+    """As in `quantize_groups`; None: each matrix is a group, with rows in order."""
     sources: torch.Tensor | None = None
 
 
@@ -122,49 +119,25 @@ def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines
     row_scale = empty(*each, m.places, wanted=rows and lines)
     shape = (m.groups, padded) if lines else (m.groups,)
     bits = torch.zeros(shape, dtype=torch.int32, device=device) if columns or not lines else None
-    matrix_stride = m.x.stride(0) if matrices > 1 else 0  # of tokens it would be another number in each step
+    matrix_stride = m.x.stride(0) if matrices > 1 else 0  # constant for tokens, to avoid recompiling
     sizes = (*m.x.shape[1:], m.places, padded, matrix_stride, m.x.stride(1))
     tiles = ceil_div(m.places, CAST_TILE.rows) * ceil_div(padded, CAST_TILE.columns)
     of_columns = ceil_div(m.groups // matrices * padded, COLUMN_SCALES) if columns else 0
     with triton_gate.on_device_of(m.x):
-        _amax_kernel[(m.places // BAND, matrices)](
-            m.x,
-            bits,
-            row_scale,
-            scale_inv,
-            m.owners,
-            m.sources,
-            *sizes,
-            LINES=lines,
-            FORMAT=fmt.name,
-            **tiling(AMAX_ROW_TILE),
-        )
-        _cast_kernel[(tiles + of_columns, matrices)](
-            m.x,
-            None if codes is None else codes.view(torch.uint8),
-            scale_inv,
-            None if transposed is None else transposed.view(torch.uint8),
-            transposed_scale_inv,
-            bits,
-            scale,
-            0 if scale is None else scale.stride(0),
-            row_scale,
-            m.owners,
-            m.sources,
-            *sizes,
-            m.groups // matrices,
-            tiles,
-            LINES=lines,
-            **casting(m.x, fmt),
-            **tiling(CAST_TILE),
-        )
+        arguments = m.x, bits, row_scale, scale_inv, m.owners, m.sources, *sizes
+        _amax_kernel[(m.places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
+        rows_out = None if codes is None else codes.view(torch.uint8), scale_inv
+        columns_out = None if transposed is None else transposed.view(torch.uint8), transposed_scale_inv
+        scales = bits, scale, 0 if scale is None else scale.stride(0), row_scale
+        arguments = m.x, *rows_out, *columns_out, *scales, m.owners, m.sources, *sizes, m.groups // matrices, tiles
+        _cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(m.x, fmt), **tiling(CAST_TILE))
     amax = None if lines else bits.view(torch.float32)
     return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
 
 
 @triton.jit
 def _sources_of(sources_ptr, i, rows, places):
-    """The rows that stand at places i, int64, and whether there is one."""
+    """Return the rows at places i, int64, and their mask."""
     if sources_ptr is None:
         return i, i < rows
     else:
@@ -174,14 +147,14 @@ def _sources_of(sources_ptr, i, rows, places):
 
 @triton.jit
 def _load(x_ptr, i, j, exists, columns, row_stride):
-    """Rows i in FP32, zero where none exists."""
+    """Load rows i in FP32, zero outside the mask."""
     inside = exists[:, None] & (j < columns)[None, :]
     return as_fp32(tl.load(x_ptr + i[:, None] * row_stride + j[None, :], mask=inside, other=0.0))
 
 
 @triton.jit
 def _owners_of(owners_ptr, i, places, matrix):
-    """The groups of places i. int64."""
+    """Return the groups of places i, int64."""
     if owners_ptr is None:
         return tl.zeros_like(i) + matrix
     else:
@@ -207,7 +180,7 @@ def _amax_kernel(
     TILE_ROWS: tl.constexpr,  # BAND
     TILE_COLUMNS: tl.constexpr,
 ):
-    """A band of places, which has one group, over all columns."""
+    """Process a band of places of one group over all columns."""
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     owner = tl.max(_owners_of(owners_ptr, i, places, matrix))
@@ -219,8 +192,8 @@ def _amax_kernel(
         sizes = magnitude(_load(x_ptr + matrix * matrix_stride, source, j, inside, columns, row_stride))
         largest = tl.maximum(largest, sizes)
         if LINES and bits_ptr is not None:
-            found = tl.max(as_bits(sizes), axis=0)
-            tl.atomic_max(bits_ptr + owner * padded_columns + j, found, mask=j < columns, sem="relaxed")
+            amax_bits = tl.max(as_bits(sizes), axis=0)
+            tl.atomic_max(bits_ptr + owner * padded_columns + j, amax_bits, mask=j < columns, sem="relaxed")
         at += TILE_COLUMNS
     if not LINES:
         tl.atomic_max(bits_ptr + owner, tl.max(as_bits(largest)), sem="relaxed")
@@ -233,7 +206,7 @@ def _amax_kernel(
 
 @triton.jit
 def _scale_of(bits_ptr, given_ptr, given_stride, at, mask, FORMAT: tl.constexpr):
-    """Scales and amaxes that lie at these places."""
+    """Return scales and amaxes at these places."""
     amax = from_bits(tl.load(bits_ptr + at, mask=mask, other=0))
     if given_ptr is None:
         scale = scale_from_amax(amax, format_max(FORMAT))
@@ -262,31 +235,24 @@ def _cast_kernel(
     matrix_stride,
     row_stride,
     groups,  # of one matrix
-    tiles,  # of one matrix; programs behind them store the scales of columns
+    tiles,  # of one matrix; further programs store scales of columns
     LINES: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_FP8_CASTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """One tile of places: read, scaled, cast, and stored twice. Programs behind the tiles store scales of columns."""
+    """Read, scale and cast one tile, and store it in both layouts. Further programs store scales of columns."""
     matrix, program = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if transposed_ptr is not None:
         if program >= tiles:
             at = (program - tiles).to(tl.int64) * _COLUMN_SCALES + tl.arange(0, _COLUMN_SCALES)
-            _store_column_scales(
-                transposed_scale_inv_ptr,
-                bits_ptr,
-                given_ptr,
-                given_stride,
-                at,
-                matrix,
-                groups,
-                columns,
-                padded_columns,
-                LINES,
-                FORMAT,
-            )
+            exists = at < groups * padded_columns
+            at += matrix * groups * padded_columns
+            group = at if LINES else at // padded_columns
+            scale, amax = _scale_of(bits_ptr, given_ptr, given_stride, group, exists, FORMAT)
+            scale_inv = tl.where(at % padded_columns < columns, scale_inv_of(scale, amax), 1.0)
+            tl.store(transposed_scale_inv_ptr + at, scale_inv, mask=exists)
             return
     at_row, at_column = place_of(program, padded_columns, TILE_COLUMNS)
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -318,25 +284,3 @@ def _cast_kernel(
             codes = tl.reshape(to_codes(scaled, FORMAT, HAS_FP8_CASTS), (TILE_ROWS, TILE_COLUMNS))
         at = first + j[:, None] * places + i[None, :]
         tl.store(transposed_ptr + at, tl.trans(codes), mask=tl.trans(stored))
-
-
-@triton.jit
-def _store_column_scales(
-    ptr,
-    bits_ptr,
-    given_ptr,
-    given_stride,
-    at,
-    matrix,
-    groups,
-    columns,
-    padded_columns,
-    LINES: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """Some of the inverse scales [groups, padded_columns] of one matrix."""
-    exists = at < groups * padded_columns
-    at += matrix * groups * padded_columns
-    scale, amax = _scale_of(bits_ptr, given_ptr, given_stride, at if LINES else at // padded_columns, exists, FORMAT)
-    scale_inv = tl.where(at % padded_columns < columns, scale_inv_of(scale, amax), 1.0)
-    tl.store(ptr + at, scale_inv, mask=exists)

@@ -30,21 +30,10 @@ def cross_entropy(
         logits = logits.contiguous()
     gradient = logits if logits.is_contiguous() else torch.empty_like(logits, memory_format=torch.contiguous_format)
     with triton_gate.on_device_of(logits):
-        _cross_entropy_kernel[(rows,)](
-            logits,
-            gradient,
-            labels.contiguous(),
-            losses,
-            words,
-            logits.stride(0),
-            ignore_index,
-            1.0 - label_smoothing,
-            label_smoothing / words,
-            IS_SMOOTH=label_smoothing != 0,
-            BLOCK=block or (SMOOTH_BLOCK if label_smoothing else BLOCK),
-            num_warps=WARPS,
-            **OPTIONS,
-        )
+        arguments = logits, gradient, labels.contiguous(), losses, words, logits.stride(0), ignore_index
+        constants = {"IS_SMOOTH": label_smoothing != 0, "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK)}
+        smoothing = 1.0 - label_smoothing, label_smoothing / words
+        _cross_entropy_kernel[(rows,)](*arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS)
     return losses, gradient
 
 

@@ -1,10 +1,9 @@
-"""Triton kernels that quantize a matrix with one scale for FP8 products, in both layouts, in one pass over it.
+"""Triton kernels quantizing a matrix with one scale, in both layouts of FP8 products, in one pass.
 
-Hopper's FP8 units contract along rows only, so codes are wanted as they lie, and transposed. Eager PyTorch reads and
-writes a matrix six times for that (amax, multiply, clamp, cast, transpose, and the FP32 copies between). Here it is
-read once and written as two bytes an element; a rule whose scale follows from the amax of all of it reads it twice.
-
-The numbers are those of `scaling` and `formats`, to the bit. Nothing waits for the device.
+Hopper's FP8 units contract along rows only, so products need codes and transposed codes. Eager PyTorch passes over the
+matrix six times (amax, multiply, clamp, cast, transpose, FP32 copies); here it is read once, twice for a scale from its
+own amax, and written as two bytes an element. Results equal `scaling` and `formats`, to the bit. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -38,34 +37,33 @@ from .triton_common import (
 
 
 class Tile(NamedTuple):
-    """What one program works on, and with how many warps."""
+    """Elements and warps of one program."""
 
     rows: int
     columns: int
     warps: int
     registers: int | None = None
-    """The most that a thread may have, so that more programs fit on a multiprocessor; None: as the compiler likes."""
+    """Limit for a thread, to fit more programs on a multiprocessor; None: the compiler decides."""
 
 
 AMAX_TILE, AMAX_ROW_TILE = Tile(1, 8192, 8), Tile(16, 512, 8)
-"""The amax pass over memory without gaps, taken as one row, and over memory with gaps between the rows."""
+"""For the amax pass over contiguous memory, as one row, and over rows with gaps."""
 CAST_TILE = Tile(64, 128, 4)
-"""The cast has 128 bytes of codes in a row and 64 in a transposed one, whole sectors of memory in both; four such
-programs and their loads are at work on a multiprocessor at a time."""
+"""128 bytes of codes in a row and 64 in a transposed one, whole memory sectors; four programs fit a multiprocessor."""
 AMAX_PROGRAMS = 1024
-"""The amax pass has so many at most: each leaves the maximum of its tiles, and each program of the cast reads them all.
-Without atomics there is nothing to set to zero before."""
+"""Most programs of the amax pass. Each stores a maximum, and each program of the cast reads them all: without atomics,
+nothing needs zeroing first."""
 _AMAX_PROGRAMS_AT_A_TIME = 4
-"""The registers of a multiprocessor allow so many: no more are started, so that all work to the end."""
+"""Programs that fit the registers of a multiprocessor."""
 
 _RESULTS = 256
-"""Results that are made at a time, since each zero of its own would be a launch."""
+"""Results zeroed in one launch."""
 
-_PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGRAMS, ROLLS, SCALE, WINDOW))
+_PARTIALS, _ROLLS, _SCALE, _WINDOW = map(tl.constexpr, (AMAX_PROGRAMS, ROLLS, SCALE, WINDOW))
 
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
-    """`scaling.tensor_amax` of a matrix of any strides: FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
+    """Run `scaling.tensor_amax` on a matrix of any strides: FP32, 0-dim. Ignores NaN unless `keep_nan`."""
     with triton_gate.on_device_of(x):
         partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
     return partials.amax().view(torch.float32)
@@ -85,14 +83,8 @@ def quantize(
     amax: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
-    """`dispatch.quantize`, with the same arguments and results.
-
-    One pass casts and takes the amax if the scale is known; else a pass of its own takes the amax first. A matrix is
-    read in place where one of its strides is 1, and copied before where none is.
-
-    Args:
-        tile: what one program casts.
-    """
+    """Run `quantize.quantize`, in one pass for a given scale, else after an amax pass. Copies a matrix first unless one
+    of its strides is 1. tile: of one program of the cast."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
@@ -101,43 +93,31 @@ def quantize(
         if scale is None:
             partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
             programs = partials.numel()
-        scale_inv, found = _zeroed_result(matrix)
-        _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
-            matrix,
-            codes,
-            transposed,
-            scale_inv,
-            window_state if scale is None else scale,
-            partials,
-            record,
-            stored_scale_inv,
-            programs,
-            *matrix.shape,
-            matrix.stride(0),
-            "given" if partials is None else rule,
-            keep_nan,
-            **casting(matrix, fmt),
-            **tiling(tile),
-        )
-    return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, found)
+        scale_inv, own_amax = _zeroed_result(matrix)
+        given, rule = (window_state, rule) if scale is None else (scale, "given")
+        pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
+        arguments = *pointers, programs, *matrix.shape, matrix.stride(0), rule, keep_nan
+        grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
+        _cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
+    return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
 
 
 def row_major(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A matrix whose rows are contiguous, though gaps may lie between them: x, x.t() (and True), or a copy."""
+    """Return a matrix of contiguous rows, perhaps with gaps between them: x, x.t() (and True), or a copy."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 or x.shape[0] == 1 else (x.contiguous(), False)
 
 
 def empty_codes(matrix: torch.Tensor, rows: bool, columns: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Memory for the codes in both layouts, uint8."""
+    """Allocate codes in both layouts, uint8."""
     (m, n), device = matrix.shape, matrix.device
     codes = torch.empty(m, n, dtype=torch.uint8, device=device) if rows else None
     return codes, torch.empty(n, m, dtype=torch.uint8, device=device) if columns else None
 
 
 def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, turned: bool, amax=None) -> Layouts:
-    """The layouts of a matrix, from the codes of the one that `row_major` returned for it."""
+    """Assemble the layouts of x from codes of `row_major(x)`."""
     plain = (None, None) if codes is None else (codes.view(fmt.dtype), scale_inv)
     other = (None, None) if transposed is None else (transposed.view(fmt.dtype), transposed_scale_inv)
     return Layouts(*other, *plain, amax) if turned else Layouts(*plain, *other, amax)
@@ -149,24 +129,24 @@ def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
 
 
 def limits(tile: Tile) -> dict[str, object]:
-    """The options of every launch."""
+    """Return the options of every launch."""
     most = {} if tile.registers is None else {"maxnreg": tile.registers}
     return {"num_warps": tile.warps, **most, **OPTIONS}
 
 
 @functools.cache
 def tiling(tile: Tile) -> dict[str, object]:
-    """The options of every launch, and the tile."""
+    """Return the options of every launch, and the tile."""
     return {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, **limits(tile)}
 
 
 def casting(matrix: torch.Tensor, fmt: Format) -> dict[str, object]:
-    """The arguments of every launch that casts."""
+    """Return the arguments of every cast."""
     return {"FORMAT": fmt.name, "HAS_FP8_CASTS": triton_gate.has_fp8_casts(matrix)}
 
 
 def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = None) -> torch.Tensor:
-    """Bits of the maxima of parts of a matrix on the current device: int32, 1 to AMAX_PROGRAMS of them."""
+    """Return bits of the maxima of parts of a matrix: int32, at most AMAX_PROGRAMS."""
     matrix = matrix.view(1, matrix.numel()) if matrix.is_contiguous() else matrix
     tile = tile or (AMAX_TILE if matrix.shape[0] == 1 else AMAX_ROW_TILE)
     tiles = tiles_of(matrix, tile)
@@ -177,46 +157,39 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     return partials
 
 
-class _Results(threading.local):
-    """Zeros for results to come, of each device and stream on which this thread launches."""
-
-    def __init__(self) -> None:
-        self.left: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-
-_thread = _Results()
+_thread = threading.local()
+"""Zeroed results by device and stream of this thread's launches."""
 
 
 def _zeroed_result(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for one scale_inv and one amax, zeros: FP32, 0-dimensional, side by side, 16 bytes for both."""
+    """Return a zeroed scale_inv and amax: FP32, 0-dim, adjacent, in 16 bytes."""
     stream = triton_gate.stream_of(matrix)
     if stream is None:
         return _zeroed_results(matrix.device, 1)[0]
-    of_stream = matrix.get_device(), stream
-    left = _thread.left.get(of_stream)
-    if not left:
-        left = _thread.left[of_stream] = _zeroed_results(matrix.device, _RESULTS)
-    return left.pop()
+    stock, key = _thread.__dict__, (matrix.get_device(), stream)
+    if not stock.get(key):
+        stock[key] = _zeroed_results(matrix.device, _RESULTS)
+    return stock[key].pop()
 
 
-@torch.inference_mode(False)  # a forward that trains may get the others
+@torch.inference_mode(False)  # a training forward may get the others
 def _zeroed_results(device: torch.device, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     scales_inv, amaxes, *_ = torch.zeros(count, 4, dtype=torch.float32, device=device).unbind(1)
-    # `data`: each counts its own changes. Views count those of all, and a scale that is multiplied in place, as that of
-    # a gradient, would make those that wait for backward stale
+    # `data` has its own version counter. Views share one, and multiplying one scale in place, such as a gradient's,
+    # would invalidate others saved for backward
     return [(scale_inv.data, amax.data) for scale_inv, amax in zip(scales_inv.unbind(), amaxes.unbind(), strict=True)]
 
 
 @triton.jit
 def place_of(tile, columns, TILE_COLUMNS: tl.constexpr):
-    """Row and column of a tile. Tiles are counted row by row."""
-    across = tl.maximum((columns - 1) // TILE_COLUMNS + 1, 1)  # columns near 2**31 may get no addend
+    """Return row and column of a tile, numbered row by row."""
+    across = tl.maximum((columns - 1) // TILE_COLUMNS + 1, 1)  # without overflow near 2**31
     return tile // across, tile % across
 
 
 @triton.jit
 def load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """A tile in FP32, zero outside of the matrix, and the numbers of its rows and columns."""
+    """Load a tile in FP32, zero outside of the matrix. Returns it with its row and column numbers."""
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     j = at_column.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -226,14 +199,14 @@ def load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS: tl
 
 @triton.jit
 def store_tile(ptr, values, i, j, rows, columns):
-    """Store values into a matrix [rows, columns] without gaps."""
+    """Store values into a contiguous matrix [rows, columns]."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(ptr + i[:, None] * columns + j[None, :], values, mask=inside)
 
 
 @triton.jit
 def _magnitude_bits(x, KEEP_NAN: tl.constexpr):
-    """The bits of |x|. As an integer NaN is the largest."""
+    """Return the bits of |x|; NaN is the largest integer."""
     if KEEP_NAN:
         return as_bits(x) & 0x7FFFFFFF
     else:
@@ -252,7 +225,7 @@ def _amax_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Each program takes every n-th tile, n being the number of programs."""
+    """Find the amax of every n-th tile of n programs."""
     largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.int32)
     tile = tl.program_id(0)
     while tile < tiles:
@@ -277,7 +250,7 @@ def _scale_of(amax, state_ptr, FORMAT: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def record_amax(record_ptr, amax, KEEP_NAN: tl.constexpr):
-    """The largest of an amax and of what int32 bits hold, in place. NaN is the largest, or ignored."""
+    """Raise int32 bits of an amax in place. NaN is the largest, or ignored."""
     bits = as_bits(amax)
     if not KEEP_NAN:
         bits = tl.where(amax == amax, bits, 0)
@@ -292,25 +265,25 @@ def _cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
     transposed_ptr,  # uint8 [columns, rows], or None
-    result_ptr,  # FP32 [2]: scale_inv, which products may want aligned, and amax; zeros before "given"
-    given_ptr,  # FP32: the scale; or the window rule's state, int32 [2 + WINDOW]; or None
-    partial_ptr,  # int32 [partials]; None if the scale is given
-    record_ptr,  # int32: the bits of an amax, or None
+    result_ptr,  # FP32 [2]: aligned scale_inv, amax; zeros for "given"
+    given_ptr,  # FP32 scale; or state of the window rule, int32 [2 + WINDOW]; or None
+    partial_ptr,  # int32 [partials]; None for "given"
+    record_ptr,  # int32 bits of an amax, or None
     stored_scale_inv_ptr,  # FP32, or None
     partials,
     rows,
     columns,
     row_stride,
-    RULE: tl.constexpr,  # "given", or one of those in `layouts`
+    RULE: tl.constexpr,  # "given", or a rule of `layouts`
     KEEP_NAN: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_FP8_CASTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """One tile: read, scaled, cast, and stored twice."""
+    """Read, scale and cast one tile, and store it in both layouts."""
     tile = tl.program_id(0)
-    if RULE != "given":  # backwards: what the amax pass has read last is still in the cache
+    if RULE != "given":  # backwards: the end is still in cache
         tile = tl.num_programs(0) - 1 - tile
     at_row, at_column = place_of(tile, columns, TILE_COLUMNS)
     x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
@@ -322,15 +295,15 @@ def _cast_kernel(
         amax = from_bits(tl.max(_magnitude_bits(x, KEEP_NAN))) * stored_scale_inv
         result_bits_ptr = result_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(result_bits_ptr + 1, as_bits(amax), sem="relaxed")
-        # of bits a NaN is the largest, so that one inf shows
+        # NaN has the largest bits, so one inf shows
         if (tl.program_id(0) == 0) | (not is_finite(amax)):
             tl.atomic_max(result_bits_ptr, as_bits(scale_inv_of(scale, amax)), sem="relaxed")
         if record_ptr is not None:
             record_amax(record_ptr, amax, KEEP_NAN)
     else:
         at = tl.arange(0, _PARTIALS)
-        found = tl.load(partial_ptr + at, mask=at < partials, other=0)
-        amax = from_bits(tl.max(found)) * stored_scale_inv
+        amax_bits = tl.max(tl.load(partial_ptr + at, mask=at < partials, other=0))
+        amax = from_bits(amax_bits) * stored_scale_inv
         scale = _scale_of(amax, given_ptr, FORMAT, RULE)
         if tl.program_id(0) == 0:
             tl.store(result_ptr, scale_inv_of(scale, amax))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .adam_table import HALF_OF_ONE, INF_BITS, RATIO_BITS
-from .reference import GRADIENT_LIMIT
+from .adam_table import GRADIENT_LIMIT, HALF_OF_ONE, INF_BITS, RATIO_BITS
 from .triton_common import (
     as_bits,
     bits_of,
@@ -42,7 +41,7 @@ _HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
 
 @triton.jit
 def pointer_to(address, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address as a pointer to numbers of a format."""
+    """Convert an address to a pointer to numbers of a format."""
     if FORMAT == "fp32":
         pointer = address.to(tl.pointer_type(tl.float32))
     elif FORMAT == "bf16":
@@ -51,14 +50,14 @@ def pointer_to(address, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.uint8))
-    if ALIGNED:  # several elements of a thread are one access
+    if ALIGNED:  # for vector accesses
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
 def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
-    """FP32 values of stored data. A NaN of an eight-bit format need not be seen, its scale tells of it."""
+    """Decode stored data to FP32. A NaN of an eight-bit format becomes any number: its scale is NaN."""
     if HAS_FP8_CASTS and FORMAT == "e4m3":
         return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3" or FORMAT == "e5m2":
@@ -71,7 +70,7 @@ def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
 
 @triton.jit
 def decoded_pair(codes, residuals):
-    """FP32 values of E4M3 codes and residuals, which are E4M11."""
+    """Decode E4M3 codes and residuals, E4M11, to FP32."""
     bits = codes.to(tl.int32)
     values = from_magnitude_codes(((bits & 0x7F) << 8) + residuals.to(tl.int8, bitcast=True).to(tl.int32), "e4m11")
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))
@@ -88,15 +87,13 @@ def rounded(
     BITS: tl.constexpr,
     WITHIN: tl.constexpr,
 ):
-    """|x| as the format has it, FP32. The sum of |x| and a shift, the smallest normal number where |x| is below it, has
-    exactly the mantissa bits that the format stores in front of those that are dropped.
-
-    WITHIN: nothing is above the format's largest number."""
+    """Round |x| to the format, in FP32. A shift by the smallest normal number, for smaller |x|, puts exactly the
+    format's mantissa bits in front of the dropped ones. WITHIN: no |x| exceeds the format's maximum."""
     dropped: tl.constexpr = dropped_bits(FORMAT)
     smallest: tl.constexpr = smallest_normal(FORMAT)
     magnitude = tl.abs(x)
     if not WITHIN:
-        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))  # of a NaN, too
+        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))  # a NaN, too
     if not STOCHASTIC and FORMAT == "fp16":
         return magnitude.to(tl.float16).to(tl.float32)
     elif not STOCHASTIC and FORMAT == "e4m3" and HAS_FP8_CASTS:
@@ -123,7 +120,7 @@ def with_sign_of(magnitude, x):
 
 @triton.jit
 def encoded(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
-    """Numbers that the format has, as it stores them; uint8 for those of eight bits."""
+    """Encode numbers on the format's grid; uint8 for eight bits."""
     if FORMAT == "fp16":
         return x.to(tl.float16)
     elif FORMAT == "bf16":
@@ -138,7 +135,7 @@ def encoded(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
 
 @triton.jit
 def encoded_pair(x):
-    """Numbers that "e4m11" has, as E4M3 codes and residuals: `rounding.encoded_pair`."""
+    """Encode numbers of "e4m11" as E4M3 codes and residuals."""
     magnitude = magnitude_codes(tl.abs(x), "e4m11")
     code = (magnitude + 0x80) >> 8
     return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8), magnitude.to(tl.uint8)
@@ -146,7 +143,7 @@ def encoded_pair(x):
 
 @triton.jit
 def scale_of(amax, FORMAT: tl.constexpr):
-    """`scaling.power_of_two_scale`; 1 for formats that have no scale."""
+    """Compute `scaling.power_of_two_scale`; 1 for formats without a scale."""
     if FORMAT == "fp32" or FORMAT == "bf16":
         return tl.zeros_like(amax) + 1.0
     else:
@@ -155,7 +152,7 @@ def scale_of(amax, FORMAT: tl.constexpr):
 
 @triton.jit
 def mixed(x):
-    """32 mixed bits of a uint32."""
+    """Run `rounding.mixed` on a uint32."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -165,7 +162,7 @@ def mixed(x):
 
 @triton.jit
 def row_of(table, parameters, KIND: tl.constexpr):
-    """The row of the program's parameter, its index, the first element of the program's chunk."""
+    """Return row and index of the program's parameter, and the first element of its chunk."""
     index = tl.load(parameters + tl.program_id(0)).to(tl.int64)
     row = table + index * COLUMNS
     return row, index, (tl.program_id(0) - tl.load(row + FIRST_CHUNK)) * KIND.chunk
@@ -173,7 +170,7 @@ def row_of(table, parameters, KIND: tl.constexpr):
 
 @triton.jit
 def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it has one."""
+    """Return pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it is split."""
     weight = pointer_to(tl.load(row), KIND.formats[0], ALIGNED)
     residual = weight
     if KIND.split:
@@ -189,24 +186,15 @@ def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def hyper_of(row):
-    """The hyperparameters."""
+    """Load the hyperparameters."""
     at = tl.load(row + HYPER).to(tl.pointer_type(tl.float32))
-    return (
-        tl.load(at),
-        tl.load(at + 1),
-        tl.load(at + 2),
-        tl.load(at + 3),
-        tl.load(at + 4),
-        tl.load(at + 5),
-        tl.load(at + 6),
-        tl.load(at + 7),
-        tl.load(at + 8),
-    )
+    first = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return first + (tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8))
 
 
 @triton.jit
 def inverse_of(row, KIND: tl.constexpr, SLOT: tl.constexpr):
-    """scale_inv of a slot that has one scale, or none."""
+    """Load scale_inv of a slot with one scale; else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
         return tl.load(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)))
     else:
@@ -215,7 +203,7 @@ def inverse_of(row, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 @triton.jit
 def grad_factor(row, KIND: tl.constexpr):
-    """scale_inv of the gradient, or 1 if blocks have it; NaN, which makes all of it zero, if it is not finite."""
+    """Load scale_inv of the gradient, 1 for blocks; NaN if not finite, to make all of it zero."""
     factor = inverse_of(row, KIND, 1)
     if KIND.finite_is_told:
         finite = tl.load(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)))
@@ -225,7 +213,7 @@ def grad_factor(row, KIND: tl.constexpr):
 
 @triton.jit
 def load(pointer, inside, other, FULL: tl.constexpr):
-    """Read a tile: without a mask where it is full."""
+    """Read a tile, without a mask if it is full."""
     if FULL:
         return tl.load(pointer)
     else:
@@ -241,14 +229,8 @@ def _write(pointer, values, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def _stored_pair(pointers, at, inside, FULL: tl.constexpr):
-    """FP32 values of a tile of a split weight, without their scale."""
-    return decoded_pair(load(pointers[0] + at, inside, 0, FULL), load(pointers[4] + at, inside, 0, FULL))
-
-
-@triton.jit
 def _values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
-    """FP32 values of a tile of a slot; of exp_avg_sq their roots where these are stored."""
+    """Decode a tile of a slot to FP32; roots of exp_avg_sq if stored."""
     if KIND.blocked[SLOT]:
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
         inverse = load(of_blocks + block, _first_of(inside), 1.0, FULL) * inverse
@@ -257,10 +239,10 @@ def _values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLO
 
 @triton.jit
 def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
-    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq, or its root where that is
-    stored."""
+    """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
     if KIND.split:
-        w = _stored_pair(pointers, at, inside, FULL) * inverses[0]
+        code, residual = load(pointers[0] + at, inside, 0, FULL), load(pointers[4] + at, inside, 0, FULL)
+        w = decoded_pair(code, residual) * inverses[0]
     else:
         w = _values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
     g = _values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
@@ -288,7 +270,7 @@ def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.const
 
 @triton.jit
 def place_of(numel, start, KIND: tl.constexpr):
-    """The tile that begins at an element: places of elements in it, whether they exist, indices of rows' blocks."""
+    """Locate a tile by its first element: places of elements, their mask, indices of rows' blocks."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = rows * KIND.width + tl.arange(0, KIND.width)[None, :]
     count = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
@@ -296,38 +278,17 @@ def place_of(numel, start, KIND: tl.constexpr):
 
 
 @triton.jit
-def _moved(pointers, start):
-    w, g, m, v, residual = pointers
-    return w + start, g + start, m + start, v + start, residual + start
-
-
-@triton.jit
 def _first_of(inside):
-    """Whether the first element of each row exists."""
+    """Return the mask of rows with any element."""
     return tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
 
 
 @triton.jit
-def no_bits(KIND: tl.constexpr):
-    return tl.zeros((KIND.rows, KIND.width), tl.int32)
-
-
-@triton.jit
 def _store(
-    pointers,
-    row,
-    scale,
-    x,
-    random,
-    at,
-    inside,
-    block,
-    KIND: tl.constexpr,
-    SLOT: tl.constexpr,
-    FULL: tl.constexpr,
+    pointers, row, scale, x, random, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr
 ):
-    """Write x as the slot stores it, and the scales of blocks. scale: the slot's only one, and its inverse. Returns the
-    magnitudes that are stored, FP32, and the inverse of their scale."""
+    """Write x as stored by the slot, and scales of blocks. scale: the slot's only one, with its inverse. Returns stored
+    magnitudes, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
     pointer, inverse = pointers[SLOT], scale[1]
     if KIND.blocked[SLOT]:
@@ -343,12 +304,12 @@ def _store(
         _write(pointer + at, x, inside, FULL)
         return tl.abs(x), inverse
     else:
-        # a weight that is not finite has no bound
+        # a non-finite weight has no bound
         within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
         casts: tl.constexpr = KIND.has_fp8_casts
         low: tl.constexpr = KIND.low_bit[SLOT]
         magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
-        if SLOT == 3:  # positive values were rounded, and none of them may become 0
+        if SLOT == 3:  # positive values may not become 0
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
             _write(pointer + at, encoded(magnitude, FORMAT, casts), inside, FULL)
@@ -363,7 +324,7 @@ def _store(
 
 @triton.jit
 def _half_of_inverse(v_inverse, KIND: tl.constexpr):
-    """Half the bits of exp_avg_sq's scale_inv over 1, of which that of a root is the root."""
+    """Return half the bits of exp_avg_sq's scale_inv over 1; all bits for a root's."""
     half = as_bits(v_inverse) - _ONE
     if not KIND.has_roots:
         half = half >> 1
@@ -372,8 +333,7 @@ def _half_of_inverse(v_inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _coded(ratio, m_inverse, half_of_inverse):
-    """Differences of bits, bits(exp_avg) - bits(exp_avg_sq) / 2 of magnitudes without scales, as a record has them
-    (`bounds.py`): 0 where exp_avg is 0."""
+    """Code differences bits(exp_avg) - bits(exp_avg_sq) / 2 of unscaled magnitudes; 0 if exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - half_of_inverse
     most = _MOST_CODED - tl.maximum(shift, 0)
     return tl.where(ratio > 0, tl.maximum(tl.minimum(ratio, most) + shift, 0), 0)
@@ -381,7 +341,7 @@ def _coded(ratio, m_inverse, half_of_inverse):
 
 @triton.jit
 def keep_record(row, stored, scales, KIND: tl.constexpr):
-    """Raise the record to what a program has stored, the largest that `write_tile` returned."""
+    """Raise the record to the largest stored values of a program, from `write_tile`."""
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
@@ -396,29 +356,19 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
 
 @triton.jit
 def write_tile(
-    pointers,
-    row,
-    inverses,
-    hyper,
-    scales,
-    copy,
-    key,
-    numel,
-    start,
-    known,
-    KIND: tl.constexpr,
-    FULL: tl.constexpr,
+    pointers, row, inverses, hyper, scales, copy, key, numel, start, known, KIND: tl.constexpr, FULL: tl.constexpr
 ):
-    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: its pointer, scale. Returns
-    what is known to be the largest, raised to the tile's: bits of these three as they are stored, roots where roots
-    are, times the inverse only where blocks have it; and of their quotient (`bounds.py`)."""
+    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: pointer and scale. Returns
+    `known` raised to the tile's largest: bits of these three as stored, roots included, times the inverse only for
+    blocks; and of their quotient, coded."""
     at, inside, block = place_of(numel, start, KIND)
-    pointers = _moved(pointers, start)
+    w, g, m, v, residual = pointers
+    pointers = (w + start, g + start, m + start, v + start, residual + start)
     w, m, v = _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
-        tl.debug_barrier()  # all threads have read the blocks' old scales
+        tl.debug_barrier()  # after all reads of the blocks' old scales
     stored_w, w_inv = _store(pointers, row, scales[0], w, random, at, inside, block, KIND, 0, FULL)
     m, m_inv = _store(pointers, row, scales[1], m, random, at, inside, block, KIND, 2, FULL)
     v, v_inv = _store(pointers, row, scales[2], v, random, at, inside, block, KIND, 3, FULL)
@@ -427,7 +377,7 @@ def write_tile(
         x = with_sign_of(rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False), x)
         _write(copy[0] + start + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
     half = _half_of_inverse(v_inv, KIND)
-    if KIND.has_roots:  # 0 is subtracted for a stored root of 0 together with its scale
+    if KIND.has_roots:  # a root of 0 and its scale add up to 0
         half_of_v = tl.where(v > 0, as_bits(v) - _HALF_OF_ONE, -half)
         ratio = tl.where(m > 0, as_bits(m) - half_of_v, 0)
     else:
@@ -453,20 +403,20 @@ def write_tile(
 
 @triton.jit
 def nothing_stored(KIND: tl.constexpr):
-    """The largest before the first tile: bits of zeros, a number for so many elements as a thread has in a row."""
+    """Return the largest before the first tile: zeros, one for each thread's elements in a row."""
     nothing = tl.zeros((KIND.rows, KIND.width // KIND.lanes), tl.int32)
     return nothing, nothing, nothing, nothing
 
 
 @triton.jit
 def _of_lanes(x, KIND: tl.constexpr):
-    """The largest of each thread's elements."""
+    """Reduce each thread's elements to their maximum."""
     return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
 @triton.jit
 def new_scale(bounds, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
-    """Scale and its inverse of a slot that has one scale; the parameter's first program stores that. Else 1."""
+    """Return scale and inverse of a slot with one scale, stored by the parameter's first program; else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
         amax = tl.load(bounds + (SLOT if SLOT == 0 else SLOT - 1))
         scale = scale_of(amax, KIND.formats[SLOT])

@@ -1,12 +1,12 @@
 """The Adam step in one pass: bounds of what it stores hold, and nothing but the scales differs from two passes."""
 
 import pytest
+import reference
 import torch
 from adam_cases import OPTIONS, all_bits, hyper_of, jobs, slot, value, with_record
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot
 from fp8_backends.numerics.kernels.adam_table import LEAST_ROOT, measured, new_bounds
 

@@ -2,40 +2,28 @@
 
 import functools
 
+import adam_cases
 import pytest
+import reference
 import torch
+from adam_cases import slot
 
-from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam import Slot
 
-E4M3, FP16 = torch.float8_e4m3fn, torch.float16
-LEVELS = {"O1": (None, None), "O2": (E4M3, FP16)}
+LEVELS = {"O1": (None, None), "O2": ("e4m3", "fp16")}
 
 
-def stored(values, dtype=None, block_size=0):
-    if dtype is None:
-        return Slot(values.clone())
-    made = quantize(values, dtype, block_size=block_size)
-    return Slot(made._data, made._scale_inv, block_size)
-
-
-def value(slot):
-    scale = slot.scale_inv if slot.scale_inv is not None else torch.ones(())
-    if slot.block_size:
-        scale = scale.repeat_interleave(slot.block_size)[: slot.data.numel()]
-    return slot.data.double() * scale
+def value(of):
+    return adam_cases.value(of).double()
 
 
 def states(level, numel, block_size=0):
     exp_avg, exp_avg_sq = LEVELS[level]
-    return stored(torch.zeros(numel), exp_avg, block_size), stored(torch.zeros(numel), exp_avg_sq)
+    return slot(torch.zeros(numel), exp_avg and f"{exp_avg} {block_size}"), slot(torch.zeros(numel), exp_avg_sq)
 
 
 def step(weight, gradient, both_states, t, lr, rounding="stochastic", weight_decay=0.0, **options):
-    hyper = adam_hyper(lr, (0.9, 0.999), 1e-8, weight_decay, torch.tensor(float(t)), "cpu")
-    options = {"decoupled": True, "maximize": False, "seed": 1, **options}
-    AdamSteps([Job(weight, gradient, *both_states, hyper, rounding=rounding, **options)], fused=False).run()
+    adam_cases.step([weight, gradient, *both_states], t, rounding, 1, lr=lr, weight_decay=weight_decay, **options)
 
 
 class Exact:
@@ -67,13 +55,13 @@ def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
     """(displacement projected on the exact one's, share of weights that never moved of those that should have)."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(numel, generator=generator) * 0.02
-    weight = stored(start, FP16)
+    weight = slot(start, "fp16")
     start = value(weight)
     exact, both = Exact(start, lr), states(level, numel)
     mean, ever = torch.randn(numel, generator=generator), torch.zeros(numel, dtype=torch.bool)
     for t in range(1, steps + 1):
         gradient = 1e-3 * (mean + torch.randn(numel, generator=generator))
-        step(weight, stored(gradient, E4M3), both, t, lr, rounding)
+        step(weight, slot(gradient, "e4m3"), both, t, lr, rounding)
         exact.step(gradient, t)
         ever |= value(weight) != start
     moved, should = value(weight) - start, exact.weight - start
@@ -111,7 +99,7 @@ def test_a_moving_average_reaches_its_target_and_stalls_below_it_with_nearest():
 # Gradients of many magnitudes
 
 
-def smallest_decade(span, constant, block_size=0, gradient_dtype=E4M3, rounding="stochastic", numel=2**13):
+def smallest_decade(span, constant, block_size=0, gradient_kind="e4m3", rounding="stochastic", numel=2**13):
     """Mean update of the smallest decade over the exact one's, after 60 steps; magnitudes mixed element by element."""
     generator = torch.Generator().manual_seed(0)
     magnitude = span ** torch.rand(numel, generator=generator)
@@ -119,7 +107,7 @@ def smallest_decade(span, constant, block_size=0, gradient_dtype=E4M3, rounding=
     exact = Exact(torch.zeros(numel), 1e-3)
     for t in range(1, 61):
         gradient = magnitude * (1.0 if constant else torch.randn(numel, generator=generator) + 0.5)
-        step(weight, stored(gradient, gradient_dtype), both, t, 1e-3, rounding)
+        step(weight, slot(gradient, gradient_kind), both, t, 1e-3, rounding)
         exact.step(gradient, t)
     smallest = magnitude < span * 10
     assert smallest.sum() > 1000
@@ -137,7 +125,7 @@ def test_even_1e_5_and_one_scale_a_tensor_is_enough():
     assert all(abs(smallest_decade(1e-5, constant) - 1) < 0.1 for constant in (False, True))
     for block_size in (0, 128, 32):
         assert smallest_decade(1e-6, False, block_size) < 0.6
-        assert abs(smallest_decade(1e-6, True, block_size, gradient_dtype=None) - 1) < 0.1
+        assert abs(smallest_decade(1e-6, True, block_size, gradient_kind=None) - 1) < 0.1
 
 
 def test_constant_gradients_with_nearest_fall_short():
@@ -155,7 +143,7 @@ def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(4096, generator=generator) * 0.02
-        weight, both = stored(start, FP16), states(level, 4096)
+        weight, both = slot(start, "fp16"), states(level, 4096)
         parameter = torch.nn.Parameter(start)
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         stock = kind([parameter], lr=1e-3, weight_decay=1e-3, maximize=maximize)
@@ -163,9 +151,8 @@ def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
             gradient = 1e-2 * torch.randn(4096, generator=generator)
             parameter.grad = gradient
             stock.step()
-            step(
-                weight, stored(gradient, E4M3), both, t, 1e-3, weight_decay=1e-3, decoupled=decoupled, maximize=maximize
-            )
+            options = {"decoupled": decoupled, "maximize": maximize}
+            step(weight, slot(gradient, "e4m3"), both, t, 1e-3, weight_decay=1e-3, **options)
         near = (value(weight) - parameter.detach()).abs() <= 3e-4
         assert near.float().mean() >= 0.99
 
@@ -174,17 +161,17 @@ def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [E4M3, None])
+@pytest.mark.parametrize("kind", ["e4m3", None])
 @pytest.mark.parametrize("at", [1, 2, 10])
-def test_a_gradient_that_is_not_finite_leaves_everything_finite_and_training_goes_on(level, dtype, at):
+def test_a_gradient_that_is_not_finite_leaves_everything_finite_and_training_goes_on(level, kind, at):
     generator = torch.Generator().manual_seed(0)
-    weight, both = stored(torch.randn(256, generator=generator) * 0.02, FP16), states(level, 256)
+    weight, both = slot(torch.randn(256, generator=generator) * 0.02, "fp16"), states(level, 256)
     for t in range(1, 13):
         gradient = torch.randn(256, generator=generator) + 1
         if t == at:
             gradient[t] = float("inf") if level == "O1" else float("nan")
         before = value(weight)
-        step(weight, stored(gradient, dtype), both, t, 1e-3)
-        assert all(torch.isfinite(value(slot)).all() for slot in (weight, *both))
+        step(weight, slot(gradient, kind), both, t, 1e-3)
+        assert all(torch.isfinite(value(of)).all() for of in (weight, *both))
         if t > at:
             assert ((value(weight) - before).abs() > 0).float().mean() > 0.9

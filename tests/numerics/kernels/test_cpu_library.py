@@ -110,18 +110,13 @@ def test_a_half_written_library_is_compiled_anew(source, cache, length):
     assert answer(source) == OURS and libraries(cache)[0].read_bytes() == whole
 
 
-def test_content_that_is_not_what_its_name_says_is_not_loaded(source, cache, foreign):
+@pytest.mark.parametrize("named_by_its_content", [False, True])
+def test_a_planted_library_is_loaded_only_under_the_name_of_its_content(source, cache, foreign, named_by_its_content):
+    """This user's files are trusted: nothing else is wrong with the planted one."""
     assert answer(source) == OURS
     digest = libraries(cache)[0].stem.rpartition("-")[2]
-    plant(cache, foreign, digest)
-    assert answer(source) == OURS
-
-
-def test_what_this_user_alone_could_write_is_loaded(source, cache, foreign):
-    """The planted file of the next test would be loaded, if nothing were wrong with it."""
-    assert answer(source) == OURS
-    plant(cache, foreign)
-    assert answer(source) == FOREIGN
+    plant(cache, foreign, None if named_by_its_content else digest)
+    assert answer(source) == (FOREIGN if named_by_its_content else OURS)
 
 
 def make_link(path):
@@ -163,38 +158,21 @@ def test_ones_own_folder_that_others_may_write_is_closed(source, cache):
     assert answer(source) == OURS and stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def of_another_user(cache):
-    give_away(cache)
-
-
-def above_of_another_user(cache):
-    give_away(cache.parent)
-
-
-def above_open(cache):
-    cache.parent.chmod(0o707)
-
-
-def a_link(cache):
-    cache.rename(cache.with_name("elsewhere"))
-    cache.symlink_to("elsewhere")
-
-
-def a_file(cache):
+def replace_folder(cache):
     cache.rmdir()
     cache.touch()
 
 
-@pytest.mark.parametrize(
-    "spoil, reason",
-    [
-        (of_another_user, "belongs to another user"),
-        (above_of_another_user, "belongs to another user"),
-        (above_open, "others may write"),
-        (a_link, "is a file or a link"),
-        (a_file, "is a file or a link"),
-    ],
-)
+SPOILED = {
+    "of another user": (give_away, "belongs to another user"),
+    "above it of another user": (lambda cache: give_away(cache.parent), "belongs to another user"),
+    "above it open": (lambda cache: cache.parent.chmod(0o707), "others may write"),
+    "a link": (make_link, "is a file or a link"),
+    "a file": (replace_folder, "is a file or a link"),
+}
+
+
+@pytest.mark.parametrize("spoil, reason", SPOILED.values(), ids=list(SPOILED))
 def test_a_folder_that_others_could_have_filled_is_left_alone(source, cache, spoil, reason):
     cache.mkdir(parents=True)
     spoil(cache)
@@ -213,8 +191,8 @@ def users(monkeypatch):
         listed = [pwd.struct_passwd((name, "x", uid + 1, gid, "", "/", "")) for name in others]
         monkeypatch.setattr(pwd, "getpwuid", {uid: me}.__getitem__)
         monkeypatch.setattr(pwd, "getpwall", lambda: [me, *listed])
-        group = grp.struct_group((group_name, "x", gid, list(members)))
-        monkeypatch.setattr(grp, "getgrgid", {gid: group}.__getitem__)
+        groups = {gid: grp.struct_group((group_name, "x", gid, list(members)))} if group_name else {}
+        monkeypatch.setattr(grp, "getgrgid", groups.__getitem__)
 
     return answers
 
@@ -233,26 +211,21 @@ def test_a_folder_that_ones_own_private_group_may_write_is_ones_own(source, cach
     assert len(libraries(cache)) == 1
 
 
-@pytest.mark.parametrize(
-    "known",
-    [
-        {"group_name": "domain users"},
-        {"members": ("me", "someone")},
-        {"others": ("someone",)},
-    ],
-    ids=("not of one's name", "with a member", "another user's first group"),
-)
-def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, known):
-    users(**known)
+SHARED = {
+    "not of one's name": {"group_name": "domain users"},
+    "with a member": {"members": ("me", "someone")},
+    "another user's first group": {"others": ("someone",)},
+    "unknown": {"group_name": None},
+}
+
+
+@pytest.mark.parametrize("group", SHARED.values(), ids=list(SHARED))
+def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, group):
+    users(**group)
     cache.mkdir(parents=True)
     cache.parent.chmod(0o770)
     with pytest.raises(PermissionError, match="others may write"):
         cpu_library.make_own(cache)
-
-
-def test_a_group_or_a_user_that_nobody_knows_is_not_private(cache, users):
-    users()
-    assert cpu_library._is_private(os.getegid()) and not cpu_library._is_private(os.getegid() + 1)
 
 
 def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkeypatch):
@@ -392,10 +365,3 @@ def test_a_library_that_cannot_be_loaded_from_the_cache_is_compiled_elsewhere(so
     with pytest.warns(UserWarning, match="failed to map segment.*from which code may be loaded"):
         assert Library(source, FLAGS).loaded().answer() == OURS
     assert not os.path.exists(calls[1])
-
-
-def test_a_file_of_ones_own_is_read(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"text")
-    file.chmod(0o644)  # others may read it
-    assert cpu_library.read_own(file) == b"text" and cpu_library.read_own(tmp_path / "none") is None

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from expert_families import make_experts, routed
-from test_quantize_kernels import bits
+from test_quantize_kernels import assert_same
 from triton.runtime.interpreter import InterpretedFunction
 
 from fp8_backends.compute.native import grouped_products, grouped_scaling
@@ -51,14 +51,6 @@ def plainly(monkeypatch, quantize, *args):
         for module in (grouped_products, grouped_scaling):
             patched.setattr(module, "has_places", lambda tensor: True)
         return quantize(*args)
-
-
-def assert_same(found, expected) -> None:
-    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
-        assert (ours is None) == (theirs is None), name
-        if ours is not None:
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
-            assert ours.is_contiguous() and torch.equal(bits(ours), bits(theirs)), name
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
     """And each is used once, in whatever mode it was made."""
     made, zeroed = [], triton_quantize._zeroed_results
     monkeypatch.setattr(triton_quantize, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
-    monkeypatch.setattr(triton_quantize, "_thread", triton_quantize._Results())
+    monkeypatch.setattr(triton_quantize, "_thread", threading.local())
     monkeypatch.setattr(triton_quantize, "_RESULTS", 8)
     x, one = matrix(2, 3).nan_to_num(), torch.ones(())
     with torch.inference_mode():

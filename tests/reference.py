@@ -1,7 +1,7 @@
-"""The reference defines the numbers: each operation once, short, eager, in FP32, with no regard for speed.
+"""The reference of the numbers: each operation once, short, eager, in FP32, with no regard for speed.
 
-No training step runs it. Fast paths are tested against it: codes, scales, histories and optimizer steps bit for bit,
-products up to the order of accumulation.
+Fast paths are tested against it: codes, scales, histories and optimizer steps bit for bit, products up to the order of
+accumulation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..formats import E4M11, FP32, Format
+from fp8_backends.numerics.formats import E4M11, FP32, Format
+from fp8_backends.numerics.kernels.adam_table import GRADIENT_LIMIT, adam_numbers
 
 
 def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -165,21 +166,6 @@ def window_update(s: float, counter: int, history: list[float], fmt: Format) -> 
     return s, counter + 1, [0.0, *history[:-1]]
 
 
-GRADIENT_LIMIT = 2.0**63
-"""A larger element of a gradient counts as zero, so that squares are finite FP32 numbers."""
-
-
-def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
-    """What changes from step to step, numbers or tensors: the step size, the factor of decoupled weight decay, the
-    weight decay, the share of the gradient in exp_avg, beta2, the share of its square in exp_avg_sq, the factor of the
-    root of exp_avg_sq, eps, and the step, which is 1 in the first."""
-    inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
-    decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
-    step_size = lr / (1 - beta1**step)
-    shares = new_in_exp_avg, beta2, new_in_exp_avg_sq
-    return step_size, decay, weight_decay, *shares, inv_sqrt_bias2, eps, step
-
-
 def exact(x):
     """FP64 as it is."""
     return x
@@ -207,8 +193,8 @@ def adam_step(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before they are stored.
 
-    A gradient that is not finite counts as zero, all of it. The functions of this name in `adam/passes.py`,
-    `adam/cpu.cpp` and `adam/triton_tiles.py` are this one with `to_fp32`, to the bit.
+    A gradient that is not finite counts as zero, all of it. `adam.py`, `adam.cpp` and `triton_tiles.py` compute this
+    with `to_fp32`, to the bit.
 
     Args:
         rounded: rounds the result of each operation: `exact` or `to_fp32`.
@@ -216,36 +202,14 @@ def adam_step(
     r = rounded
     p, g, m, v = p.double(), g.double(), m.double(), v.double()
     numbers = [r(number) for number in adam_numbers(lr, *betas, eps, weight_decay, step)]
-    _, _, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, *_ = numbers
+    step_size, decay, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, inv_sqrt_bias2, eps, _ = numbers
     g = torch.where(g.abs() < GRADIENT_LIMIT, g, 0.0) if torch.isfinite(g).all() else torch.zeros_like(g)
     g = -g if maximize else g
     g = g if decoupled else r(g + r(weight_decay * p))
     m = r(m + r(new_in_exp_avg * r(g - m)))
     v = r(r(v * beta2) + r(r(new_in_exp_avg_sq * g) * g))
-    return _adam_weight(p, m, v, numbers, decoupled, r), m, v
-
-
-def _adam_weight(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers, decoupled: bool, r: Callable):
-    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = numbers
     p = r(p * decay) if decoupled else p
-    return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)))
-
-
-def exact_update(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    decoupled: bool,
-) -> torch.Tensor:
-    """What a step of Adam adds to a weight if the moments after it are these. FP64."""
-    p, numbers = weight.double(), adam_numbers(lr, *betas, eps, weight_decay, step)
-    return _adam_weight(p, exp_avg.double(), exp_avg_sq.double(), numbers, decoupled, exact) - p
+    return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps))), m, v
 
 
 def random_bits(count: int, seed: int, step: int, start: int = 0) -> list[int]:
