@@ -18,8 +18,7 @@ from torch.optim.adam import adam
 
 from ..numerics.faults import NOT_NEGATIVE, Range
 from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper, adam_hypers, has_kernels
-from ..numerics.kernels.adam_table import LEAST_ROOT, measured
-from ..numerics.kernels.reference import exact_update
+from ..numerics.kernels.adam_table import LEAST_ROOT, exact_update, measured
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding

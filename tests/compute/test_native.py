@@ -11,11 +11,6 @@ from torch import nn
 
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.numerics.formats import RECIPE_FORMATS
-<<<<<<< HEAD
-from fp8_backends.numerics.kernels import reference
-=======
-from fp8_backends.numerics.scaling import HISTORY, INPUT
->>>>>>> third/kernels
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 SCALINGS = ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]

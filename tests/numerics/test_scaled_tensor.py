@@ -15,12 +15,6 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics import formats
 from fp8_backends.numerics.encoding import PART, amax_of
 from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
-<<<<<<< HEAD
-from fp8_backends.numerics.kernels import reference
-=======
-from fp8_backends.numerics.meshes import agreed_over
-from fp8_backends.numerics.pairs import PART
->>>>>>> third/kernels
 from fp8_backends.numerics.scaled_tensor import (
     FRESH,
     SHARD,

@@ -14,12 +14,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
-<<<<<<< HEAD
-from fp8_backends.numerics.kernels import reference
 from fp8_backends.training import proof
-=======
-from fp8_backends.training import checkpoint_formats, proof
->>>>>>> third/kernels
 from fp8_backends.training.auditing import count_products
 from fp8_backends.training.conversion import prepared_roots, restore
 
