@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fp8_backends
-from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, reduce_scatter
-from fp8_backends.numerics.kernels import messages
+from fp8_backends.kernels import messages
+from fp8_backends.tools.compare.measuring import sent_bytes
 
 BACKWARD = re.compile(r"evaluate_function: \w+Backward\d*$")
 MESSAGE_KERNELS = ("_pack_kernel", "_sum_kernel", "_unpack_kernel")

@@ -27,10 +27,10 @@ from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 from fp8_backends import FP8RecipeKwargs
-from fp8_backends.cli.compare.measuring import sent_bytes
-from fp8_backends.cli.compare.summary import LOSS_GAP_BOUND, paired_gap
-from fp8_backends.cli.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 from fp8_backends.compute import hardware
+from fp8_backends.tools.compare.measuring import sent_bytes
+from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
+from fp8_backends.tools.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 
 MEASURED = 3
 """The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""

@@ -85,7 +85,7 @@ def small_llama():
     """That of `fp8-backends compare`."""
     from transformers import LlamaConfig
 
-    from fp8_backends.cli.compare.workload import SMALL
+    from fp8_backends.tools.compare.workload import SMALL
 
     return LlamaConfig(**SMALL, vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, use_cache=False)
 
@@ -121,14 +121,14 @@ class Training:
 
     def peak(self) -> int:
         """Bytes at the highest moment of a step, of which there was one before."""
-        from fp8_backends.cli.compare.measuring import peak_memory
+        from fp8_backends.tools.compare.measuring import peak_memory
 
         return peak_memory(self.step, self.model, self.optimizer)
 
 
 def training_of(name: str, backend: str, engine: str) -> Training:
     """The training of one of the workloads."""
-    from fp8_backends.cli.estimate import ModelShape
+    from fp8_backends.tools.estimate import ModelShape
 
     config, batch, sequence, checkpointing = workloads()[name]
 
@@ -160,8 +160,8 @@ def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend
     Raises:
         FP8BackendError: no layer of the model can run in FP8, or its step cannot be traced.
     """
-    from fp8_backends.cli.estimate.estimates import highest
-    from fp8_backends.cli.estimate.step_trace import StepSettings, trace_step
+    from fp8_backends.tools.estimate.estimates import highest
+    from fp8_backends.tools.estimate.step_trace import StepSettings, trace_step
 
     training = Training(build_model, make_inputs, backend)
     for _ in range(2):
@@ -209,7 +209,7 @@ def measure(name: str, backend: str, engine: str = "none") -> dict:
     training.step()
     found = {"static": static, "peak": training.peak() + _bucket_bytes(training.model)}
     if engine != "none":
-        from fp8_backends.cli.compare.measuring import sent_bytes
+        from fp8_backends.tools.compare.measuring import sent_bytes
 
         found["sent"] = sent_bytes(training.step)
     return found
@@ -224,8 +224,8 @@ def _bucket_bytes(model: torch.nn.Module) -> int:
 
 def static_bytes(model: torch.nn.Module, optimizer) -> int:
     """Of weights, masters, gradients and optimizer states, on this rank."""
-    from fp8_backends.numerics.optimizers import unwrapped
-    from fp8_backends.training.auditing import stored_bytes
+    from fp8_backends.evidence.auditing import stored_bytes
+    from fp8_backends.torch_tools.optimizers import unwrapped
 
     state = unwrapped(optimizer).state
     total = 0
@@ -241,7 +241,7 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
 
 def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
     """The estimate beside what was measured."""
-    from fp8_backends.cli.estimate import ModelShape, Workload, estimate
+    from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
     config, batch, sequence, checkpointing = workloads()[name]
     workload = Workload(

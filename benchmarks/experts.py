@@ -16,9 +16,9 @@ import torch
 from long_run import held_out_loss, schedule
 from measuring import plain, precision_of, table, write_json
 
-from fp8_backends.cli.compare.summary import paired_gap
-from fp8_backends.cli.compare.workload import load_text
-from fp8_backends.numerics.scaled_tensor import stored_parts
+from fp8_backends.tensors.scaled_tensor import stored_parts
+from fp8_backends.tools.compare.summary import paired_gap
+from fp8_backends.tools.compare.workload import load_text
 
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}

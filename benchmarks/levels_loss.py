@@ -14,8 +14,8 @@ from pathlib import Path
 
 from measuring import plain, table, write_json
 
-from fp8_backends.cli.compare import summary
-from fp8_backends.cli.compare.comparison import RESULTS
+from fp8_backends.tools.compare import summary
+from fp8_backends.tools.compare.comparison import RESULTS
 
 
 def compared(arguments) -> dict:

@@ -18,7 +18,7 @@ import torch
 from measuring import precision_of, table, write_json
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STUCK = 4.0
 """A scale that stays as it is while its amax changes by more than this factor is stuck."""
@@ -99,7 +99,7 @@ def train(unit: tuple) -> dict:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from fp8_backends.cli.compare.workload import load_text
+    from fp8_backends.tools.compare.workload import load_text
 
     backend, arguments = unit
     AcceleratorState._reset_state(True)

@@ -81,7 +81,7 @@ class Training:
 
 def measure(backend: str, arguments) -> dict:
     import fp8_backends
-    from fp8_backends.cli.compare.measuring import peak_memory
+    from fp8_backends.tools.compare.measuring import peak_memory
 
     small = Training(backend, arguments.hidden, 1, arguments)
     for _ in range(2):

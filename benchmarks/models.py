@@ -70,7 +70,7 @@ def _predicts_the_same(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
 
 def traced(title: str, backends: list[str]) -> dict:
     """Parameters of a published shape, and by backend the FP8 share and the bytes of weights, gradients and states."""
-    from fp8_backends.cli.estimate import ModelShape, Workload, estimate
+    from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
     workload = Workload(model=ModelShape(title, getattr(transformers, SHAPES[title])(use_cache=False)))
     found = estimate(workload, backends)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
-from fp8_backends.numerics.formats import E4M3, E4M11, FP16, ROOT8, Format
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hypers
-from fp8_backends.numerics.kernels.adam_table import measured
-from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
+from fp8_backends.formats.formats import E4M3, E4M11, FP16, ROOT8, Format
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hypers
+from fp8_backends.kernels.adam_table import measured
+from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
 
 
 class Level(NamedTuple):

@@ -54,7 +54,7 @@ class Text:
     """Windows of Python's own sources, one token a byte: the same batches for every backend."""
 
     def __init__(self, sequence: int) -> None:
-        from fp8_backends.cli.compare.workload import load_text
+        from fp8_backends.tools.compare.workload import load_text
 
         self.sequence, self.text = sequence, load_text(limit_mb=2)
 
@@ -118,7 +118,7 @@ class Training:
 
     def peak(self) -> int | None:
         """Bytes of tensors at the highest point of one further step."""
-        from fp8_backends.cli.compare.measuring import peak_memory
+        from fp8_backends.tools.compare.measuring import peak_memory
 
         return peak_memory(self.step, self.model, self.optimizer)
 

@@ -7,9 +7,13 @@ other versions of CUDA are hidden.
 
 from . import checkpoints as checkpoints
 from .accelerate_plugin import connect
+from .advice import advise
 from .compute.registry import available_backends, register_backend
 from .compute.torchao import drop_import_messages
+from .convert.conversion import restore
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
+from .evidence.auditing import audit
+from .preparation import initialize, prepare
 from .recipes.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -19,11 +23,7 @@ from .recipes.handlers import (
     resolve,
 )
 from .recipes.precision_plan import plan
-from .training.advice import advise
-from .training.auditing import audit
-from .training.conversion import restore
-from .training.preparation import initialize, prepare
-from .training.validators import validate
+from .rules.validate import validate
 
 __version__ = "0.1.0"
 

@@ -15,11 +15,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from . import preparation, rules
 from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
 from .errors import RecipeError
+from .preparation import optimizer_steps, ranks
 from .recipes.handlers import Spec, resolve
-from .training import optimizer_steps, preconditions, preparation, ranks, rules
+from .rules import preconditions
 
 
 class FP8Precision(Precision):

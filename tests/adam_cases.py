@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 
-from fp8_backends.numerics.formats import ROOT8
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.kernels.adam_table import AdamTable, measured
-from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
+from fp8_backends.formats.formats import ROOT8
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.kernels.adam_table import AdamTable, measured
+from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
 
 E4M3 = torch.float8_e4m3fn
 CASES = {  # weight, grad, exp_avg, exp_avg_sq: a dtype, None for FP32, or a scaled format with its block size

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from fp8_backends.compute.registry import get_compute
+from fp8_backends.convert import conversion
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import conversion
 
 BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise"]
 

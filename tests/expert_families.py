@@ -13,7 +13,7 @@ import torch
 from model_families import _SIZES, HEADS, LENGTH, VOCABULARY, WIDTH
 from torch import nn
 
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 EXPERTS, TOP_K = 4, 2
 

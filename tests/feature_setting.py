@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 WIDTH = 32
 

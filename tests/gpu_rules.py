@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from fp8_backends.compute import products
 from fp8_backends.compute.torchao.backend import mend_cpu_product
-from fp8_backends.numerics.scaling import e8m0_values
+from fp8_backends.formats.scaling import e8m0_values
 
 SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from fp8_backends.numerics.kernels import messages
-from fp8_backends.numerics.kernels.layouts import BLOCK, Part
+from fp8_backends.kernels import messages
+from fp8_backends.kernels.layouts import BLOCK, Part
 
 PASSES = ("pack", "encode", "reduce", "reduce_values", "unpack", "decode", "dequantize")
 reference = SimpleNamespace(**{name: getattr(messages, name).__wrapped__ for name in PASSES})

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from fp8_backends.numerics.formats import E4M11, FP32, Format
-from fp8_backends.numerics.kernels.adam_table import GRADIENT_LIMIT, adam_numbers
+from fp8_backends.formats.formats import E4M11, FP32, Format
+from fp8_backends.kernels.adam_table import GRADIENT_LIMIT, adam_numbers
 
 
 def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:

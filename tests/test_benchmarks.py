@@ -23,7 +23,7 @@ import measuring  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
 
-from fp8_backends.numerics.scaled_tensor import quantize  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import quantize  # noqa: E402
 
 
 def run(script, *arguments, code=None):
@@ -116,7 +116,7 @@ def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
 @pytest.mark.slow
 def test_the_gpu_check_fails_on_a_hidden_overflow():
     """Planted: a non-finite tensor gets an ordinary scale, so its inf saturates without a trace."""
-    planted = "fp8_backends.numerics.kernels.quantize"
+    planted = "fp8_backends.kernels.quantize"
     fault = f"import {planted} as d; d.scale_inv_of = lambda scale, amax: scale.reciprocal()"
     done = run("gpu/check.py", "--device", "cpu", "--backends", "native:dynamic", code=fault)
     assert done.returncode == 1 and "FAIL non-finite shows native:dynamic" in done.stdout
@@ -224,7 +224,7 @@ def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
 @pytest.mark.slow
 def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
     """Planted: nobody looks to whom folders belong."""
-    code = "from fp8_backends.numerics.kernels import adam_cpu as cpu_library\n"
+    code = "from fp8_backends.kernels import adam_cpu as cpu_library\n"
     code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
     done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)
     assert done.returncode == 1 and "trials succeeded" in done.stdout, done.stdout + done.stderr

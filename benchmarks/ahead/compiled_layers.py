@@ -27,7 +27,7 @@ from specs import convert  # noqa: E402
 from tracing import Graph, Traced, traced  # noqa: E402
 from training import build  # noqa: E402
 
-from fp8_backends.numerics.scaled_tensor import ScaledTensor  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import ScaledTensor  # noqa: E402
 
 
 class FeedForward(nn.Module):

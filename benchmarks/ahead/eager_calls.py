@@ -96,8 +96,8 @@ def through_the_kernels() -> None:
     """Let this package send tensors of the CPU to its Triton kernels, as it would a Hopper GPU's."""
     import fp8_backends  # noqa: F401
     from fp8_backends.compute import products
-    from fp8_backends.numerics.kernels import triton_gate
-    from fp8_backends.numerics.kernels.triton_gate import is_eager
+    from fp8_backends.kernels import triton_gate
+    from fp8_backends.kernels.triton_gate import is_eager
 
     class Guard:
         """As dear as `torch.cuda.device`."""

@@ -38,8 +38,8 @@ class Recorder(TorchDispatchMode):
         from eager_calls import everywhere
 
         from fp8_backends.compute import products
-        from fp8_backends.numerics.kernels import backward as loss
-        from fp8_backends.numerics.kernels import quantize as quantization
+        from fp8_backends.kernels import backward as loss
+        from fp8_backends.kernels import quantize as quantization
 
         costs = {quantization.quantize: of_cast, quantization.quantize_blocks: of_cast, loss.cross_entropy: of_loss}
         for function, kernels_of in costs.items():

@@ -48,7 +48,7 @@ def peaks(backends: list[str], shape: str, tokens: int) -> dict[str, float]:
     from training import build
 
     from fp8_backends import FP8RecipeKwargs
-    from fp8_backends.cli.estimate import ModelShape, Workload, estimate
+    from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
     workload = Workload(model=ModelShape(shape, build(shape, tokens, "meta").config), batch=1, sequence=tokens)
     asked = {}

@@ -22,12 +22,12 @@ from measuring import machine  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends.compute.products import engine_for  # noqa: F401
-from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: F401
-from fp8_backends.numerics.kernels import quantize as quantization  # noqa: F401
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper  # noqa: F401
-from fp8_backends.numerics.kernels.adam_table import measured
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize  # noqa: F401
-from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
+from fp8_backends.formats.formats import E4M3, E5M2  # noqa: F401
+from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
+from fp8_backends.kernels import quantize as quantization  # noqa: F401
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hyper  # noqa: F401
+from fp8_backends.kernels.adam_table import measured
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize  # noqa: F401
 
 SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 QUICK = SCALINGS[:2]

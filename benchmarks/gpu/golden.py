@@ -25,9 +25,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "te"), str(R
 
 from parity import cannot_run  # noqa: E402
 
-from fp8_backends.numerics import scaling  # noqa: E402
-from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: E402
-from fp8_backends.numerics.kernels.quantize import quantize  # noqa: E402
+from fp8_backends.formats import scaling  # noqa: E402
+from fp8_backends.formats.formats import E4M3, E5M2  # noqa: E402
+from fp8_backends.kernels.quantize import quantize  # noqa: E402
 
 TOKENS, IN, OUT = 16, 144, 16  # a second block of 128 in the input that is cut off
 HISTORY = 4

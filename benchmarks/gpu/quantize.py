@@ -27,12 +27,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import interleaved, summary, synchronize, table, write_json  # noqa: E402
 
-from fp8_backends.numerics import scaling  # noqa: F401
-from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast  # noqa: F401
-from fp8_backends.numerics.kernels import quantize as quantization  # noqa: F401
-from fp8_backends.numerics.kernels import triton_gate  # noqa: F401
-from fp8_backends.numerics.kernels.layouts import Layouts  # noqa: F401
-from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
+from fp8_backends.formats import scaling  # noqa: F401
+from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast  # noqa: F401
+from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
+from fp8_backends.kernels import quantize as quantization  # noqa: F401
+from fp8_backends.kernels import triton_gate  # noqa: F401
+from fp8_backends.kernels.layouts import Layouts  # noqa: F401
 
 SHAPES = {"cuda": [(8192, 4096), (8192, 14336)], "cpu": [(48, 80)]}
 """Activations of Llama 8B's layers, bf16."""
@@ -61,9 +61,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """The first of the two passes of `dynamic`, alone."""
     if not triton_gate.usable(x):
         return quantization.amax_of(x)
-    from fp8_backends.numerics.kernels import triton_quantize
+    from fp8_backends.kernels import triton_matrix
 
-    return triton_quantize.amax(x)
+    return triton_matrix.amax(x)
 
 
 def one(x: torch.Tensor) -> torch.Tensor:
@@ -172,17 +172,17 @@ def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> l
 
 def other_tiles() -> dict:
     """The same kernels with other tiles; the one in use is among KERNELS."""
-    from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
-    from fp8_backends.numerics.kernels.triton_quantize import Tile
+    from fp8_backends.kernels import triton_blocks, triton_matrix
+    from fp8_backends.kernels.triton_matrix import Tile
 
     def cast(tile: Tile) -> Callable:
-        return lambda x: triton_quantize.quantize(x, E4M3, one(x), tile=tile)
+        return lambda x: triton_matrix.quantize(x, E4M3, one(x), tile=tile)
 
     def in_blocks(kind: scaling.Blocks, tile: Tile) -> Callable:
-        return lambda x: triton_block_quantize.quantize_blocks(x, kind, E4M3, tile=tile)
+        return lambda x: triton_blocks.quantize_blocks(x, kind, E4M3, tile=tile)
 
     def amax_by(tile: Tile) -> Callable:
-        return lambda x: triton_quantize.amax(x, tile=tile)
+        return lambda x: triton_matrix.amax(x, tile=tile)
 
     both = ELEMENT + 2 * CODE, ELEMENT + 2 * CODE
     found = {}

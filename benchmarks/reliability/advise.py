@@ -133,7 +133,7 @@ class LanguageModel:
     def __init__(self, sizes: Sizes) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from fp8_backends.cli.compare.workload import load_text
+        from fp8_backends.tools.compare.workload import load_text
 
         self.sizes, self.text = sizes, load_text(limit_mb=1)
         torch.manual_seed(0)
@@ -196,7 +196,7 @@ class Unlike:
 def measure(case: Case, source: LanguageModel | Unlike) -> dict:
     """Ask for advice, and note what it gave."""
     import fp8_backends
-    from fp8_backends.training.advice import GradientGap
+    from fp8_backends.advice import GradientGap
 
     model, data = source.arguments(case)
     loss = data.get("loss")

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from measuring import cpu_features, table, write_json
 
-from fp8_backends.numerics.kernels import adam_cpu as cpu
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.kernels import adam_cpu as cpu
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hyper
 
 ANOTHER_USER = 12345
 _NEW_MOUNTS, _NEW_PIDS = 0x00020000, 0x20000000
@@ -398,7 +398,7 @@ def a_lock_that_is_never_released(place: Place) -> Iterator[bool]:
 
     def soon() -> dict:
         with contextlib.suppress(ImportError):
-            from fp8_backends.numerics.kernels import adam_cpu as cpu_library
+            from fp8_backends.kernels import adam_cpu as cpu_library
 
             cpu_library._LONGEST_WAIT = 1
         return step()

@@ -37,9 +37,9 @@ from torch import nn  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends.accelerate_plugin import checkpoints  # noqa: E402
-from fp8_backends.numerics import scaled_tensor  # noqa: E402
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
-from fp8_backends.training.conversion import prepared_roots  # noqa: E402
+from fp8_backends.convert.conversion import prepared_roots  # noqa: E402
+from fp8_backends.tensors import scaled_tensor  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
 
 NAN, INF = math.nan, math.inf
 SCALING = "fp8_scaling"

@@ -33,10 +33,10 @@ from measuring import cpu_features, interleaved, interval, ratio, table, write_j
 from torch import nn  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
-from fp8_backends.numerics.scaling import HISTORY, INPUT, SCALE  # noqa: E402
-from fp8_backends.training.watching import guard  # noqa: E402
-from fp8_backends.training.watching.guard import FROZEN  # noqa: E402
+from fp8_backends.formats.scaling import HISTORY, INPUT, SCALE  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
+from fp8_backends.watch import guard  # noqa: E402
+from fp8_backends.watch.guard import FROZEN  # noqa: E402
 
 BACKENDS = ("native:delayed", "msamp:O2", "msamp:O3", "ao:tensorwise")
 ACTIONS = ("warn", "skip", "stop")
@@ -101,8 +101,8 @@ class Run:
         self.optimizer.zero_grad()
 
     @property
-    def found(self) -> list[fp8_backends.training.watching.guard.Fault]:
-        return fp8_backends.training.watching.guard.faults(self.optimizer)
+    def found(self) -> list[fp8_backends.watch.guard.Fault]:
+        return fp8_backends.watch.guard.faults(self.optimizer)
 
     @property
     def scaling(self) -> torch.Tensor | None:

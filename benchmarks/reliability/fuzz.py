@@ -44,16 +44,20 @@ from fuzz_oracle import BACKENDS, Ignored, check_round_trips, check_seen, means,
 from measuring import cpu_features, table, write_json  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve  # noqa: E402
+from fp8_backends import (  # noqa: E402
+    FP8BackendError,
+    FP8RecipeKwargs,
+    preparation,  # noqa: E402
+    resolve,
+)
 from fp8_backends.accelerate_plugin import launch  # noqa: E402
-from fp8_backends.cli import config, main  # noqa: E402
-from fp8_backends.cli.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment  # noqa: E402
 from fp8_backends.recipes.merging import code_over_launch  # noqa: E402
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, environment_fields  # noqa: E402
-from fp8_backends.training import preparation  # noqa: E402
+from fp8_backends.tools import config, main  # noqa: E402
+from fp8_backends.tools.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
 LONGEST = 2000
@@ -270,7 +274,7 @@ def _called(function: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _shape() -> Any:
-    from fp8_backends.cli.estimate.model_shapes import from_parameters
+    from fp8_backends.tools.estimate.model_shapes import from_parameters
 
     return from_parameters(20e6)
 

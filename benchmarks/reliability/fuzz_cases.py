@@ -24,13 +24,13 @@ import numpy
 import torch
 import yaml
 
-from fp8_backends.cli.main import COMMANDS
+from fp8_backends.checkpoints import manifest
 from fp8_backends.compute import registry
 from fp8_backends.compute.chips import PRODUCTS
 from fp8_backends.compute.interface import Compute
 from fp8_backends.recipes.fields import COMMON, FIELDS, OF_LEVELS, VARIABLES
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, REFUSED
-from fp8_backends.training import manifest
+from fp8_backends.tools.main import COMMANDS
 
 Case = dict[str, Any]
 Random = random.Random

@@ -14,11 +14,11 @@ import yaml
 
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve
 from fp8_backends.accelerate_plugin import launch
-from fp8_backends.cli.config.training_config import given_fields, yaml_fields
 from fp8_backends.recipes.fields import FIELDS, NAMING
 from fp8_backends.recipes.handlers import Recipe, from_environment
 from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import LAUNCHED, PREFIX, config_source
+from fp8_backends.tools.config.training_config import given_fields, yaml_fields
 
 _TRUE, _FALSE = {"true", "1", "yes", "y", "on", "t"}, {"false", "0", "no", "n", "off", "f"}
 BACKENDS = {

@@ -172,7 +172,7 @@ def train(setting: Setting, steps: int, every: Every, recipe: dict[str, Any], fo
         "finite": all(map(math.isfinite, (*losses, *evaluations))),
         "losses": [statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])],
         "evaluations": len(evaluations),
-        "alarms": [str(each) for each in fp8_backends.training.watching.guard.faults(optimizer)],
+        "alarms": [str(each) for each in fp8_backends.watch.guard.faults(optimizer)],
     }
     accelerator.end_training()
     return record

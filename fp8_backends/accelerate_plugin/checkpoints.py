@@ -31,15 +31,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..announcement import announce, logger
+from ..checkpoints import manifest, scaling_state
+from ..checkpoints.manifest import METADATA, Condition
+from ..checkpoints.scaling_state import DAMAGED, ScalingState
 from ..errors import FP8BackendError, on_all_ranks
-from ..numerics.modules import plain_name
-from ..numerics.optimizers import unwrapped
 from ..recipes.handlers import Recipe
 from ..states.checkpoint import check_states
 from ..states.scaled_states import ScaledStates
-from ..training import manifest, scaling_state
-from ..training.manifest import METADATA, Condition
-from ..training.scaling_state import DAMAGED, ScalingState
+from ..torch_tools.modules import plain_name
+from ..torch_tools.optimizers import unwrapped
 from .engines import shares_layers
 
 try:

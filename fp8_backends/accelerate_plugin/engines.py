@@ -14,17 +14,17 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._pytree import tree_map
 
+from ..checkpoints.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
 from ..comm.backward import agree_on_scaling
+from ..convert.conversion import prepared_roots
 from ..errors import FP8BackendError
-from ..numerics.modules import plain_name
-from ..numerics.parameter_swap import swap
-from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards
-from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..preparation import optimizer_steps, ranks
+from ..rules import Machine, Parallel, Setup
 from ..states.sharding import shard_of
-from ..training import optimizer_steps, ranks
-from ..training.conversion import prepared_roots
-from ..training.rules import Machine, Parallel, Setup
-from ..training.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
+from ..tensors.parameter_swap import swap
+from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
+from ..tensors.sharded_tensor import is_distributed, local_part, with_local
+from ..torch_tools.modules import plain_name
 from ..words import counted
 from .callers import running_trainer
 

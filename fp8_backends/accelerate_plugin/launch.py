@@ -42,8 +42,8 @@ from ..recipes.sources import (
     unknown_variable,
 )
 from ..recipes.strings import names_backend
-from ..training.preconditions import check_machine
-from ..training.rules import RULES
+from ..rules import RULES
+from ..rules.preconditions import check_machine
 from ..words import shortened, shown
 from .plugin import incompatibilities, is_disabled, refuse_mismatches
 

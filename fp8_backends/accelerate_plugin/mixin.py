@@ -29,30 +29,24 @@ from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
+from .. import preparation, rules
 from ..announcement import announce, is_main_process
+from ..checkpoints import scaling_state
 from ..comm.ddp import leaves_nothing
 from ..compute import hardware
+from ..convert import conversion, stored_weights
+from ..convert.conversion import weight_products
+from ..convert.weight_products import NEVER_IN_FP8, ConversionReport
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.optimizers import parameter_ids, steps_of
+from ..evidence import proof
+from ..preparation import optimizer_steps, ranks
 from ..recipes.handlers import Recipe
+from ..rules import Setup, preconditions
+from ..rules.validate import Finding, findings
 from ..states import levels, original
 from ..states.optimizers import unread_states, whole_states
-from ..training import (
-    conversion,
-    optimizer_steps,
-    preconditions,
-    preparation,
-    proof,
-    ranks,
-    rules,
-    scaling_state,
-    stored_weights,
-)
-from ..training.conversion import weight_products
-from ..training.rules import Setup
-from ..training.validators import Finding, findings
-from ..training.watching import guard, monitor
-from ..training.weight_products import NEVER_IN_FP8, ConversionReport
+from ..torch_tools.optimizers import parameter_ids, steps_of
+from ..watch import guard, monitor
 from . import checkpoints, engines
 from .callers import running_trainer
 from .engines import setup_of, uses_deepspeed

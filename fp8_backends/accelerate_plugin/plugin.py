@@ -25,7 +25,7 @@ from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolv
 from ..recipes.merging import LAUNCH, code_over_launch
 from ..recipes.sources import PREFIX, environment_fields, environment_name, is_launched, variables
 from ..recipes.strings import names_backend
-from ..training.preconditions import check_machine
+from ..rules.preconditions import check_machine
 from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .engines import wraps_in_ddp

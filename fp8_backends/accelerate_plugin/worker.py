@@ -25,8 +25,8 @@ from accelerate.state import AcceleratorState
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..announcement import is_main_process
+from ..preparation.optimizer_steps import is_proven
 from ..recipes.sources import environment_fields, is_launched
-from ..training.optimizer_steps import is_proven
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..numerics.engine import call_when_backward_ends, inside_backward
-from ..numerics.modules import TemporaryHook
-from ..numerics.scaling import ROLLS, SCALE
-from ..numerics.sharded_tensor import agreed_over, is_distributed
+from ..formats.scaling import ROLLS, SCALE
+from ..tensors.sharded_tensor import agreed_over, is_distributed
+from ..torch_tools.backward_end import call_when_backward_ends, inside_backward
+from ..torch_tools.modules import TemporaryHook
 
 States = Callable[[], list[torch.Tensor]]
 """Return the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""

@@ -24,8 +24,8 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
-from ..numerics.block_codes import BlockCodes
-from ..numerics.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
+from ..tensors.block_codes import BlockCodes
+from ..tensors.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
 from .two_shot import all_gather

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.sharded_tensor import is_distributed
+from ..tensors.sharded_tensor import is_distributed
 from .backward import States, agree_after_backward, mesh_groups
 from .two_shot import reduce_scatter
 

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.formats import E4M3
-from ..numerics.kernels.triton_gate import on_device
-from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
-from ..numerics.sharded_tensor import agreed_over
+from ..formats.formats import E4M3
+from ..kernels.triton_gate import on_device
+from ..tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
+from ..tensors.sharded_tensor import agreed_over
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 

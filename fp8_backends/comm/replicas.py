@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..numerics.modules import plain_name
-from ..numerics.scaled_tensor import ScaledTensor, stored_parts
-from ..numerics.sharded_tensor import agreed_over, is_distributed, local_part
+from ..tensors.scaled_tensor import ScaledTensor, stored_parts
+from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part
+from ..torch_tools.modules import plain_name
 from .backward import BackwardPass, mesh_groups
 from .ddp import DDPBackward
 from .fsdp2 import fsdp_modules

@@ -13,7 +13,7 @@ embedding or a head: one scale for the tensor would flush half of it to zero. A 
 its exponent, one byte (E8M0): 129 bytes for 128 elements. A block with an inf or a NaN has the scale NaN, on every
 rank.
 
-Messages are bytes: gloo refuses float8, and NCCL need not know. `numerics/kernels/messages.py` packs and reads them,
+Messages are bytes: gloo refuses float8, and NCCL need not know. `kernels/messages.py` packs and reads them,
 with one pass over memory for each arrow above.
 """
 
@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..numerics.formats import E4M3
-from ..numerics.kernels import messages as wire
-from ..numerics.kernels.layouts import BLOCK, Part
-from ..numerics.kernels.messages import decode, encode
+from ..formats.formats import E4M3
+from ..kernels import messages as wire
+from ..kernels.layouts import BLOCK, Part
+from ..kernels.messages import decode, encode
 
 LONG = 2**18
 """Least number of values for zeros at the end of a message, 0.8 % at most."""

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError, RecipeError, Refusal
-from ..numerics.modules import CONVERSION
-from ..numerics.parameter_swap import refuse_if_held, swap
-from ..numerics.sharded_tensor import is_distributed
+from ..tensors.parameter_swap import refuse_if_held, swap
+from ..tensors.sharded_tensor import is_distributed
+from ..torch_tools.modules import CONVERSION
 
 SHARDED = Refusal(
     "fp8_params=True does not go with sharded weights: FSDP and DeepSpeed cut parameters up, and frozen FP8 weights "

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.formats import COMPUTE_DTYPES
-from ..numerics.modules import plain_name
-from ..numerics.scaling import Quantized
-from ..numerics.sharded_tensor import full_shape
-from ..numerics.statistics import Cast
+from ..formats.formats import COMPUTE_DTYPES
+from ..formats.scaling import Quantized
+from ..tensors.sharded_tensor import full_shape
+from ..tensors.statistics import Cast
+from ..torch_tools.modules import plain_name
 from .counts import ProductCounts
-from .expert_functions import ExpertWeights
+from .experts.functions import ExpertWeights
 from .fields import Field
 from .hardware import Availability
 

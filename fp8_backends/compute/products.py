@@ -24,9 +24,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..numerics.kernels import cpu_casts
-from ..numerics.kernels.quantize import dequantize_blocks
-from ..numerics.scaling import MX, SQUARES, Blocks, Quantized
+from ..formats.scaling import MX, SQUARES, Blocks, Quantized
+from ..kernels import cpu_casts
+from ..kernels.quantize import dequantize_blocks
 from . import hardware
 
 ALIGNMENT = 16

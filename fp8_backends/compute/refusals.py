@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import FP8BackendError
-from ..numerics.sharded_tensor import is_distributed
+from ..tensors.sharded_tensor import is_distributed
 
 _WAY_OUT = (
     "compute it with a native backend in evaluation mode (model.eval()), whose layers multiply in high precision there "

@@ -2,7 +2,7 @@
 
 The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O3 the master and then the E4M3
 weight from it. It computes in FP32 and rounds with scales from bounds of this step's amaxes, in one kernel over all
-parameters if the device has one (`numerics/kernels`). PyTorch's own implementation steps plain FP32 parameters
+parameters if the device has one (`kernels`). PyTorch's own implementation steps plain FP32 parameters
 with FP32 states (O1, or tensors of fewer than 4096 elements).
 """
 
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adam import adam
 
-from ..numerics.faults import NOT_NEGATIVE, Range
-from ..numerics.kernels.adam import AdamSteps, Job, Slot, adam_hyper, adam_hypers, has_kernels
-from ..numerics.kernels.adam_table import LEAST_ROOT, exact_update, measured
-from ..numerics.scaled_tensor import ScaledTensor, stored_parts
-from ..numerics.sharded_tensor import local_part
+from ..formats.ranges import NOT_NEGATIVE, Range
+from ..kernels.adam import AdamSteps, Job, Slot, adam_hyper, adam_hypers, has_kernels
+from ..kernels.adam_table import LEAST_ROOT, exact_update, measured
+from ..tensors.scaled_tensor import ScaledTensor, stored_parts
+from ..tensors.sharded_tensor import local_part
 from . import sharding
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 
@@ -42,7 +42,7 @@ ADAMW = Declaration(
 class _Record(NamedTuple):
     """The largest numbers of a parameter's stored tensors after the last step.
 
-    A one-pass step needs the previous record and leaves a new one (`numerics/kernels/adam_table.py`). Checkpoints and
+    A one-pass step needs the previous record and leaves a new one (`kernels/adam_table.py`). Checkpoints and
     copies have none: measuring the tensors again, as after any other write, gives the same numbers.
     """
 

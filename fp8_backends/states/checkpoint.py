@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import FP8BackendError
-from ..numerics.encoding import amax_of
-from ..numerics.faults import (
+from ..formats.formats import FORMAT_OF
+from ..formats.ranges import (
     COUNT,
     FINITE,
     FINITE_IN_FP64,
@@ -28,9 +28,9 @@ from ..numerics.faults import (
     Range,
     check_values,
 )
-from ..numerics.formats import FORMAT_OF
-from ..numerics.scaled_tensor import ScaledTensor, dequantize_shards, quantize
-from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..tensors.encoding import amax_of
+from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards, quantize
+from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
 from .levels import write_weight_shards
 from .sharding import agree, shard_of

@@ -25,9 +25,9 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from ..errors import FP8BackendError
-from ..numerics.engine import call_when_backward_ends
-from ..numerics.scaled_tensor import ScaledTensor
-from ..numerics.sharded_tensor import local_part, with_local
+from ..tensors.scaled_tensor import ScaledTensor
+from ..tensors.sharded_tensor import local_part, with_local
+from ..torch_tools.backward_end import call_when_backward_ends
 from .levels import cast_gradient
 from .scaled_states import Member, ScaledStates
 

@@ -27,10 +27,9 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.formats import ROOT8
-from ..numerics.modules import owner_of, weight_name
-from ..numerics.parameter_swap import KeepsBelongings, refuse_if_held, swap
-from ..numerics.scaled_tensor import (
+from ..formats.formats import ROOT8
+from ..tensors.parameter_swap import KeepsBelongings, refuse_if_held, swap
+from ..tensors.scaled_tensor import (
     SHARD,
     ScaledTensor,
     agree_on_scale,
@@ -39,7 +38,8 @@ from ..numerics.scaled_tensor import (
     quantize_pair,
     write_shard,
 )
-from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
+from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
+from ..torch_tools.modules import owner_of, weight_name
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe

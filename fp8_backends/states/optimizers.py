@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from ..errors import FP8BackendError
-from ..numerics.optimizers import check_is_optimizer, unwrapped
+from ..torch_tools.optimizers import check_is_optimizer, unwrapped
 from . import checkpoint
 from .adamw import ScaledAdam, ScaledAdamW
 from .levels import ROLES, StateRule

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FP8BackendError
-from ..numerics.faults import Range
-from ..numerics.formats import FORMAT_OF
-from ..numerics.kernels.adam import Slot
-from ..numerics.scaled_tensor import ScaledTensor, quantize
-from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, with_local
+from ..formats.formats import FORMAT_OF
+from ..formats.ranges import Range
+from ..kernels.adam import Slot
+from ..tensors.scaled_tensor import ScaledTensor, quantize
+from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
 from . import checkpoint, sharding
 from .levels import StateRule, cast_equal_gradient, finish_accumulation

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..numerics.kernels.adam import Slot, is_finite
-from ..numerics.sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
+from ..kernels.adam import Slot, is_finite
+from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
 
 
 def first_element(p: torch.Tensor) -> int:

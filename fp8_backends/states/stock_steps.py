@@ -19,22 +19,15 @@ import torch
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
-from ..numerics.encoding import amax_of, decode, decode_pair
-from ..numerics.faults import FINITE, NOT_NEGATIVE
-from ..numerics.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
-from ..numerics.kernels import cpu_casts
-from ..numerics.kernels.adam import Slot, is_finite
-from ..numerics.kernels.rounding import (
-    EXP_AVG_BITS,
-    EXP_AVG_SQ_BITS,
-    WEIGHT_BITS,
-    codes_of,
-    random_bits,
-    random_key,
-)
-from ..numerics.scaled_tensor import ScaledTensor
-from ..numerics.scaling import power_of_two_scale, scale_inv_of
-from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..formats.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
+from ..formats.ranges import FINITE, NOT_NEGATIVE
+from ..formats.scaling import power_of_two_scale, scale_inv_of
+from ..kernels import cpu_casts
+from ..kernels.adam import Slot, is_finite
+from ..kernels.rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS, codes_of, random_bits, random_key
+from ..tensors.encoding import amax_of, decode, decode_pair
+from ..tensors.scaled_tensor import ScaledTensor
+from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
 from .checkpoint import MASTER
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of

@@ -10,7 +10,7 @@ from accelerate.commands.config import cluster
 from accelerate.test_utils import path_in_accelerate_package
 from feature_table import BACKENDS, FEATURES, Feature
 
-from fp8_backends.cli.config import read
+from fp8_backends.tools.config import read
 
 COMMANDS = {"accelerate_test", "accelerate_config"}
 """Rows that a test of their own runs here, on one process and on two."""

@@ -11,7 +11,7 @@ from plugin_training import batches, mlp, run_python, train
 
 import fp8_backends
 from fp8_backends.errors import RecipeError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 LEVELS = ("O1", "O2", "O3", "O4")
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8_backends
-from fp8_backends.training.conversion import restore
+from fp8_backends.convert.conversion import restore
 
 
 def fp8_accelerator(handler) -> Accelerator:

@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fp8_backends.cli.compare.comparison import Comparison
-from fp8_backends.cli.compare.summary import checks
-from fp8_backends.cli.compare.training_run import Run, take_turn
-from fp8_backends.cli.compare.workload import Settings
+from fp8_backends.tools.compare.comparison import Comparison
+from fp8_backends.tools.compare.summary import checks
+from fp8_backends.tools.compare.training_run import Run, take_turn
+from fp8_backends.tools.compare.workload import Settings
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"

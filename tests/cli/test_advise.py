@@ -9,10 +9,10 @@ import pytest
 
 import fp8_backends
 from fp8_backends.accelerate_plugin.launch import parse, recipe_flags
-from fp8_backends.cli import advise
-from fp8_backends.cli.config import read
-from fp8_backends.cli.main import main
 from fp8_backends.recipes.merging import merged
+from fp8_backends.tools import advise
+from fp8_backends.tools.config import read
+from fp8_backends.tools.main import main
 
 RECIPES = [
     {"backend": "native:rowwise"},

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from fp8_backends import RecipeError
-from fp8_backends.cli.config.axolotl_config import read_axolotl
+from fp8_backends.tools.config.axolotl_config import read_axolotl
 
 BASE = {"base_model": "meta-llama/Llama-3.2-3B", "datasets": [{"path": "x"}], "sequence_len": 512, "bf16": "auto"}
 FSDP2 = yaml.safe_load("""

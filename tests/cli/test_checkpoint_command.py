@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_backends.cli.main import main
+from fp8_backends.tools.main import main
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from test_manifest import checkpoint  # noqa: E402

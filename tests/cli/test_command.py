@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import fp8_backends
-from fp8_backends.cli import chart
-from fp8_backends.cli.compare.command import backend_names, check_ranks
-from fp8_backends.cli.compare.comparison import worker_environment
-from fp8_backends.cli.main import COMMANDS, main
 from fp8_backends.errors import BackendUnavailableError
 from fp8_backends.states.levels import scale_bytes_per_element
+from fp8_backends.tools import chart
+from fp8_backends.tools.compare.command import backend_names, check_ranks
+from fp8_backends.tools.compare.comparison import worker_environment
+from fp8_backends.tools.main import COMMANDS, main
 
 
 def run_python(*arguments):
@@ -45,7 +45,7 @@ def test_messages_of_torchao_at_its_import_are_hidden():
     """In a new interpreter, since a library prints them once. The only line is the command's own."""
     ask = """if True:
         import sys
-        from fp8_backends.cli.main import main
+        from fp8_backends.tools.main import main
         main(["estimate", "--params", "5M", "--backend", "natve"])
         print("torchao" in sys.modules)
         """
@@ -75,8 +75,8 @@ def test_an_impossible_comparison_exits_with_2_and_one_message(capsys, tmp_path,
 def test_the_first_line_precedes_loading_libraries():
     ask = """if True:
         import sys
-        from fp8_backends.cli import main
-        from fp8_backends.cli.compare import command
+        from fp8_backends.tools import main
+        from fp8_backends.tools.compare import command
         def resolve(*_):
             print([name for name in ("torchao", "transformers", "torch._dynamo", "rich") if name in sys.modules])
             sys.exit()
@@ -91,7 +91,9 @@ def test_the_first_line_precedes_loading_libraries():
 
 
 def test_an_early_interruption_ends_compare_without_a_traceback(monkeypatch, tmp_path):
-    monkeypatch.setattr("fp8_backends.cli.compare.command.backend_names", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "fp8_backends.tools.compare.command.backend_names", lambda *_: signal.raise_signal(signal.SIGINT)
+    )
     assert main(["compare", "--output", str(tmp_path / "out")]) == 128 + signal.SIGINT
     assert not (tmp_path / "out").exists()
 
@@ -100,7 +102,7 @@ def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fp8_backends.cli.estimate.command.estimate", interrupt)
+    monkeypatch.setattr("fp8_backends.tools.estimate.command.estimate", interrupt)
     assert main(["estimate", "--params", "8B", "--chip", "h100"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1] == "fp8-backends estimate: interrupted"
 

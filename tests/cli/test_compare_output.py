@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from cli.comparing import InProcess, Silent, check_page, compared, tiny_settings
 
-from fp8_backends.cli import page as pages
-from fp8_backends.cli.compare.command import announce, conclude, introduce
-from fp8_backends.cli.compare.comparison import Log
-from fp8_backends.cli.compare.report_page import moving_average, render
-from fp8_backends.cli.compare.summary import Gap, Row, cell, columns
-from fp8_backends.cli.terminal import Progress
+from fp8_backends.tools import page as pages
+from fp8_backends.tools.compare.command import announce, conclude, introduce
+from fp8_backends.tools.compare.comparison import Log
+from fp8_backends.tools.compare.report_page import moving_average, render
+from fp8_backends.tools.compare.summary import Gap, Row, cell, columns
+from fp8_backends.tools.terminal import Progress
 from fp8_backends.words import readable_bytes
 
 

@@ -18,14 +18,14 @@ from cli.comparing import TINY, InProcess, Silent, compared, tiny_settings, writ
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.compare import comparison as comparing
-from fp8_backends.cli.compare.comparison import Comparison, Timetable, Worker, fit, worker_environment
-from fp8_backends.cli.compare.summary import checks
-from fp8_backends.cli.compare.workload import load_text
-from fp8_backends.cli.main import main
-from fp8_backends.cli.terminal import duration
 from fp8_backends.compute import hardware
 from fp8_backends.errors import RecipeError
+from fp8_backends.tools.compare import comparison as comparing
+from fp8_backends.tools.compare.comparison import Comparison, Timetable, Worker, fit, worker_environment
+from fp8_backends.tools.compare.summary import checks
+from fp8_backends.tools.compare.workload import load_text
+from fp8_backends.tools.main import main
+from fp8_backends.tools.terminal import duration
 
 REFERENCE = hardware.fast_precision("cpu")
 """The default reference of a comparison."""

@@ -12,10 +12,10 @@ from accelerate.utils import launch as stock_environments
 from accelerate.utils.dataclasses import FP8BackendType
 
 from fp8_backends import RecipeError, resolve
-from fp8_backends.cli.config import read
-from fp8_backends.cli.config.training_config import yaml_fields
-from fp8_backends.cli.main import main
 from fp8_backends.recipes.sources import environment_fields
+from fp8_backends.tools.config import read
+from fp8_backends.tools.config.training_config import yaml_fields
+from fp8_backends.tools.main import main
 
 AXOLOTL = """
 base_model: meta-llama/Llama-3.2-3B

@@ -11,11 +11,11 @@ import torch
 import warm_process
 
 import fp8_backends
-from fp8_backends.cli import doctor, self_test
-from fp8_backends.cli.main import main
 from fp8_backends.compute import chips, hardware, registry
 from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.tools import doctor, self_test
+from fp8_backends.tools.main import main
 
 PYTHON = sys.executable
 
@@ -122,7 +122,7 @@ def test_a_librarys_exception_is_the_reason(monkeypatch):
 
 TESTS = """
 import os, signal, sys, time
-from fp8_backends.cli import self_test
+from fp8_backends.tools import self_test
 def test(backend):
     if backend == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if backend == "exit": sys.exit("library is broken")

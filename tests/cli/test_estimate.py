@@ -10,10 +10,10 @@ from transformers import (
     WhisperConfig,
 )
 
-from fp8_backends.cli.estimate import ModelShape
-from fp8_backends.cli.estimate.command import auto_advice, device_named, fp8_advice
-from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.tools.estimate import ModelShape
+from fp8_backends.tools.estimate.command import auto_advice, device_named, fp8_advice
+from fp8_backends.tools.main import main
 
 
 @pytest.fixture

@@ -26,18 +26,18 @@ from transformers import (
 )
 
 import fp8_backends
-from fp8_backends.cli.compare.measuring import peak_memory
-from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, step_trace
-from fp8_backends.cli.estimate.estimates import Growth
-from fp8_backends.cli.estimate.step_trace import MemoryTracker, StepSettings, trace_step
 from fp8_backends.compute import registry
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels.backward import cross_entropy
-from fp8_backends.numerics.kernels.quantize import quantize
+from fp8_backends.evidence.auditing import audit
+from fp8_backends.formats.formats import E4M3
+from fp8_backends.kernels.backward import cross_entropy
+from fp8_backends.kernels.quantize import quantize
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import conversion
-from fp8_backends.training.auditing import audit
+from fp8_backends.tools.compare.measuring import peak_memory
+from fp8_backends.tools.estimate import ModelShape, Workload, estimate, estimates, model_shapes, step_trace
+from fp8_backends.tools.estimate.estimates import Growth
+from fp8_backends.tools.estimate.step_trace import MemoryTracker, StepSettings, trace_step
 
 STATIC, PEAK = 0.03, 0.10
 RECORDED = json.loads(
@@ -396,7 +396,7 @@ def test_rejection_sampling_ends_and_a_loop_on_a_value_is_refused(monkeypatch):
                 pass
             return model
 
-    monkeypatch.setattr("fp8_backends.cli.estimate.step_trace.MOST_ANSWERS", 100)
+    monkeypatch.setattr("fp8_backends.tools.estimate.step_trace.MOST_ANSWERS", 100)
     shape = Waits("", llama())
     shape.__dict__["grows_evenly"] = False
     with pytest.raises(FP8BackendError, match="asks for values of tensors without end"):

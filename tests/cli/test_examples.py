@@ -16,8 +16,8 @@ import pytest
 import warm_process
 
 import fp8_backends
-from fp8_backends.cli.examples import examples
-from fp8_backends.cli.main import main
+from fp8_backends.tools.examples import examples
+from fp8_backends.tools.main import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = examples()
@@ -77,7 +77,7 @@ def test_an_unknown_name_exits_with_2_and_the_nearest_one(capsys):
 COPY_ALL = """
 import sys
 import fp8_backends
-from fp8_backends.cli.main import main
+from fp8_backends.tools.main import main
 print(fp8_backends.__file__)
 sys.exit(any(main(["examples", name]) for name in sys.argv[1:]))
 """

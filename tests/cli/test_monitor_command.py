@@ -7,9 +7,9 @@ import json
 import pytest
 from cli.comparing import check_page
 
-from fp8_backends.cli.main import main
-from fp8_backends.cli.monitor import findings, read_samples, render, usual_db
-from fp8_backends.training.watching.monitor import summary
+from fp8_backends.tools.main import main
+from fp8_backends.tools.monitor import findings, read_samples, render, usual_db
+from fp8_backends.watch.monitor import summary
 
 
 def entry(sqnr=31.6, saturated=0.0, flushed=0.0, amax=2.0, fmt="e4m3", scale=128.0):

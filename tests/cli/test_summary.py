@@ -12,8 +12,8 @@ from cli.comparing import compared
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.compare.summary import Gap, checks, paired_gap, spread, t_quantile, verdict
-from fp8_backends.cli.terminal import change, duration, with_minus_signs
+from fp8_backends.tools.compare.summary import Gap, checks, paired_gap, spread, t_quantile, verdict
+from fp8_backends.tools.terminal import change, duration, with_minus_signs
 
 
 def test_only_common_seeds_are_paired():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fp8_backends.cli.terminal import Progress, paragraphs, table
+from fp8_backends.tools.terminal import Progress, paragraphs, table
 
 
 @pytest.fixture(autouse=True)

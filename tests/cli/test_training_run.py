@@ -11,12 +11,12 @@ from cli.comparing import checks_by_name, compared, planted, tiny_settings
 from torch import nn
 
 import fp8_backends
-from fp8_backends.cli.compare import command as compare
-from fp8_backends.cli.compare import summary, training_run
-from fp8_backends.cli.compare.command import announce, conclude
-from fp8_backends.cli.compare.measuring import autocast_copies, bytes_of, peak_memory
-from fp8_backends.cli.compare.training_run import Run
-from fp8_backends.cli.compare.workload import load_text
+from fp8_backends.tools.compare import command as compare
+from fp8_backends.tools.compare import summary, training_run
+from fp8_backends.tools.compare.command import announce, conclude
+from fp8_backends.tools.compare.measuring import autocast_copies, bytes_of, peak_memory
+from fp8_backends.tools.compare.training_run import Run
+from fp8_backends.tools.compare.workload import load_text
 
 MOVED = "every trainable parameter moved"
 PRODUCTS = "every eligible layer ran its products in FP8"

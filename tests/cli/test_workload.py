@@ -20,10 +20,10 @@ from transformers import (
     ViTConfig,
 )
 
-from fp8_backends.cli.compare.summary import checks
-from fp8_backends.cli.compare.workload import CAUSAL, MASKED, build_model, inputs, load_text, task
-from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.tools.compare.summary import checks
+from fp8_backends.tools.compare.workload import CAUSAL, MASKED, build_model, inputs, load_text, task
+from fp8_backends.tools.main import main
 
 
 def test_default_text_is_the_standard_library():

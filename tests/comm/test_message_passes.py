@@ -6,9 +6,9 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.numerics.kernels import cpu_messages as message_chunks
-from fp8_backends.numerics.kernels import messages
-from fp8_backends.numerics.kernels.layouts import BLOCK, Part
+from fp8_backends.kernels import cpu_messages as message_chunks
+from fp8_backends.kernels import messages
+from fp8_backends.kernels.layouts import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.comm.two_shot import BLOCK, decode, encode
-from fp8_backends.numerics.kernels.messages import values_of
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.kernels.messages import values_of
+from fp8_backends.tensors.scaled_tensor import quantize
 
 E4M3_STEP = 2.0**-4
 """Half the distance of neighbouring E4M3 numbers over the smaller one: the largest relative error of a normal one."""

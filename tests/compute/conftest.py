@@ -3,7 +3,7 @@
 import pytest
 
 from fp8_backends.compute import hardware
-from fp8_backends.numerics.kernels import cpu_casts
+from fp8_backends.kernels import cpu_casts
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from fp8_backends import prepare
 from fp8_backends.compute import hardware, products
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import EMULATED, block_scaled_product, swizzled
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.scaled_tensor import quantize
-from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, Quantized
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import MX, SQUARES, VECTORS, Quantized
+from fp8_backends.tensors.scaled_tensor import quantize
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = {"fprop and dgrad": (VECTORS, SQUARES), "wgrad": (VECTORS, VECTORS), "mx": (MX, MX)}

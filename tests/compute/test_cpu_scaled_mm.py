@@ -7,8 +7,8 @@ from torch import nn
 from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
 from fp8_backends.compute.torchao.backend import mend_cpu_product, restore_cpu_product
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import cpu_casts
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.kernels import cpu_casts
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_functional_call_trains_with_the_models_own_parameters(spec):
 def test_kept_codes_never_come_from_inference_mode(spec):
     """Autograd cannot save them for a backward."""
     model, optimizer = prepared(spec)
-    fp8_backends.training.stored_weights.keep_weight_casts(model)
+    fp8_backends.convert.stored_weights.keep_weight_casts(model)
     with torch.inference_mode():
         model(torch.randn(8, 32))
     model(torch.randn(8, 32)).square().mean().backward()

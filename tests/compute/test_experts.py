@@ -10,25 +10,24 @@ from model_families import WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8_backends
-from fp8_backends.compute.native import experts as experts_module
-from fp8_backends.compute.native import grouped_products, grouped_scaling
-from fp8_backends.compute.native.backend import NativeCompute, layer_rule
-from fp8_backends.compute.native.experts import GroupedFunction, quantized_weight
-from fp8_backends.compute.native.grouped_products import (
+from fp8_backends import preparation
+from fp8_backends.compute.experts import grouped_products, grouped_scaling
+from fp8_backends.compute.experts import native_layer as experts_module
+from fp8_backends.compute.experts.grouped_products import (
     Groups,
     grouped_product,
     grouped_wgrad,
     plain_product,
     plain_wgrad,
 )
-from fp8_backends.compute.native.grouped_scaling import quantize_experts, quantize_groups
+from fp8_backends.compute.experts.grouped_scaling import quantize_experts, quantize_groups
+from fp8_backends.compute.experts.native_layer import GroupedFunction, quantized_weight
+from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.layer_rule import Stored, fp8_product
-from fp8_backends.compute.native.ledger import Ledger
+from fp8_backends.compute.native.scaling_states import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
-from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels.quantize import quantize_blocks
-from fp8_backends.numerics.scaled_tensor import quantize
-from fp8_backends.numerics.scaling import (
+from fp8_backends.formats.formats import E4M3
+from fp8_backends.formats.scaling import (
     INPUT,
     Quantized,
     new_window_state,
@@ -37,9 +36,10 @@ from fp8_backends.numerics.scaling import (
     tensor_amax,
     window_scale,
 )
+from fp8_backends.kernels.quantize import quantize_blocks
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import preparation
+from fp8_backends.tensors.scaled_tensor import quantize
 
 SCALINGS = tuple(f"native:{scaling}" for scaling in NativeCompute.scalings)
 PARTS = ("gate_up_proj", "down_proj")
@@ -293,7 +293,7 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
         root, _ = prepared("gpt_oss", backend)
         optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
         fp8_backends.prepare(root, optimizer, FP8RecipeKwargs(backend=backend, fp8_format="E4M3"))
-        fp8_backends.training.stored_weights.keep_weight_casts(root, kept)
+        fp8_backends.convert.stored_weights.keep_weight_casts(root, kept)
         made.clear()
         for step in range(2):
             for microbatch in range(3):

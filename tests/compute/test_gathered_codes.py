@@ -8,13 +8,13 @@ from expert_families import make_experts
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute.native.experts import oriented_layouts
-from fp8_backends.compute.native.gathers import ExpertCodes, WeightCodes
+from fp8_backends.compute.experts.native_layer import oriented_layouts
+from fp8_backends.compute.native.gathered_weights import ExpertCodes, WeightCodes
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.gathered_codes import DGRAD, FPROP, GatheredCodes
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
-from fp8_backends.numerics.scaling import Quantized
+from fp8_backends.formats.scaling import Quantized
+from fp8_backends.tensors.gathered_codes import DGRAD, FPROP, GatheredCodes
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 290, 300

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_native import SCALINGS, fp8_linear
 from torch import nn
 
-from fp8_backends.compute.deferred_logits import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
+from fp8_backends.compute.head.deferred_logits import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import resolve

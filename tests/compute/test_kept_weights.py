@@ -15,8 +15,8 @@ from fp8_backends import prepare
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
+from fp8_backends.convert.stored_weights import keep_weight_casts
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.training.stored_weights import keep_weight_casts
 
 __all__ = ["fresh_accelerate"]  # each test has Accelerate's state for itself
 

@@ -10,7 +10,7 @@ from gpu_rules import GPURules
 from torch import nn
 
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.numerics.formats import RECIPE_FORMATS
+from fp8_backends.formats.formats import RECIPE_FORMATS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 SCALINGS = ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]

@@ -10,8 +10,8 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
-from fp8_backends.training import conversion
+from fp8_backends.convert import conversion
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
 BATCHES = [torch.randn(24, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_backends import prepare
 from fp8_backends.compute.native.linear import FP8Linear
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.scaling import WINDOW
+from fp8_backends.formats.scaling import WINDOW
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STORAGES = {"plain": None, **STORED}
 

@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.compute import hardware, products
 from fp8_backends.compute.products import engine_for, plain_product, scaled_product
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels.quantize import quantize
-from fp8_backends.numerics.scaling import ROWS, Quantized
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import ROWS, Quantized
+from fp8_backends.kernels.quantize import quantize
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

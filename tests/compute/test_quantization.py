@@ -7,12 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.compute import products
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.numerics.kernels import cpu_casts
-from fp8_backends.numerics.kernels import quantize as quantization
-from fp8_backends.numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
-from fp8_backends.numerics.scaling import (
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.formats.scaling import (
     INPUT,
     MX,
     ROLLS,
@@ -28,6 +25,9 @@ from fp8_backends.numerics.scaling import (
     window_scale,
     without_nan,
 )
+from fp8_backends.kernels import cpu_casts
+from fp8_backends.kernels import quantize as quantization
+from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [(1, 1), (3, 85), (257, 300), (128, 256), (1, 700), (700, 1)]

@@ -15,12 +15,12 @@ from torch import nn
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
-from fp8_backends.numerics.scaling import WEIGHT
-from fp8_backends.numerics.statistics import read, statistics_of
+from fp8_backends.convert.conversion import convert
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import WEIGHT
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training.conversion import convert
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.tensors.statistics import read, statistics_of
 
 COMPUTE = NativeCompute()
 SCALINGS = ["window", "dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]

@@ -18,11 +18,11 @@ import warm_process
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fp8_backends import preparation
 from fp8_backends.compute.torchao import backend as ao
 from fp8_backends.compute.torchao.backend import mend_cpu_product
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import preparation
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BF16 = torch.bfloat16

@@ -9,12 +9,12 @@ from torch import nn
 
 from fp8_backends.compute.native import linear
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.convert.conversion import convert
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.formats import E4M3, E5M2, RECIPE_FORMATS
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
+from fp8_backends.formats.formats import E4M3, E5M2, RECIPE_FORMATS
+from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
+from fp8_backends.preparation.optimizer_steps import watch_optimizer
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training.conversion import convert
-from fp8_backends.training.optimizer_steps import watch_optimizer
 
 COMPUTE = NativeCompute()
 

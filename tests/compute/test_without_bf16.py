@@ -75,7 +75,7 @@ import pytest
 import torch
 from fp8_backends.compute import hardware
 from fp8_backends.compute.products import plain_product, scaled_product
-from fp8_backends.numerics.scaling import Quantized
+from fp8_backends.formats.scaling import Quantized
 
 assert not hardware.cpu_bf16() and hardware.fast_dtype("cpu") == torch.float32
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends.compute.torchao.linear import AOWeight
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.recipes.handlers import AORecipeKwargs
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import local_part
 
 STEPS = 6
 LARGEST_GAP = 0.01

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends.comm.ddp import Connection
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 BACKENDS = {
     "O3": "msamp:O3",

@@ -30,7 +30,7 @@ import fp8_backends
 from fp8_backends.comm.backward import agree_on_scaling
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaling import HISTORY, ROLLS, SCALE, new_delayed_state
+from fp8_backends.formats.scaling import HISTORY, ROLLS, SCALE, new_delayed_state
 
 
 def check_connecting_makes_all_ranks_equal_to_rank_0():

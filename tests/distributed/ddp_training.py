@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.states.levels import cast_gradient, swap_gradient_hook
-from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 WIDTH = 64
 LARGEST_ERROR = 0.04

@@ -238,7 +238,7 @@ def check_weights_partitioned_at_birth_are_converted():
             assert all(p.numel() == 0 for p in model.parameters())
             engine, optimizer = acc.prepare(model, adamw(model))
             assert train(acc, engine, optimizer, data) == expected
-            products = fp8_backends.training.conversion.weight_products(model)
+            products = fp8_backends.convert.conversion.weight_products(model)
             assert {(p.in_features, p.out_features, p.state) for p in products} == {(64, 64, "fp8"), (64, 16, "fp8")}
             assert_products(model)
 

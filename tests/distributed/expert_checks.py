@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends.compute import expert_functions, hardware
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
+from fp8_backends.compute import hardware
+from fp8_backends.compute.experts import functions
+from fp8_backends.convert import conversion
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.states import levels
-from fp8_backends.training import conversion
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import is_distributed, local_part
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 STEPS = 3
@@ -408,7 +409,7 @@ def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
     root = experts_in_fp8(spec, torch.float32, share=True)
     hidden, chosen, weights = routed(40, dist.get_rank())
     hidden *= torch.logspace(-30, 30, WIDTH, base=2.0)
-    exchange = expert_functions.exchange_of(root.experts.forward)
+    exchange = functions.exchange_of(root.experts.forward)
     values, ids, _, _ = exchange.plain.all_to_all._dispatch_tokens(hidden, chosen, weights)
     tokens, same_ids, _, _ = exchange._dispatch_tokens(hidden, chosen, weights)
     assert torch.equal(ids, same_ids) and tokens.dtype == values.dtype

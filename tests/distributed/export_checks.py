@@ -16,8 +16,8 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import dequantize_shards
-from fp8_backends.numerics.sharded_tensor import is_distributed
+from fp8_backends.tensors.scaled_tensor import dequantize_shards
+from fp8_backends.tensors.sharded_tensor import is_distributed
 
 
 def llama(inner: int = 128) -> LlamaForCausalLM:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.recipes.handlers import AORecipeKwargs, FP8RecipeKwargs
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import local_part
 
 fp8_backends.connect()
 ROWS = 80

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fp8_backends
 from fp8_backends.comm import fsdp2
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import SHARD, ScaledTensor, quantize
-from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.recipes.handlers import AORecipeKwargs, FP8RecipeKwargs
+from fp8_backends.tensors.scaled_tensor import SHARD, ScaledTensor, quantize
+from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O1", "O2", "O3", "O4")
 GATHERED_BY_AO = AORecipeKwargs(enable_fsdp_float8_all_gather=True)

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.gathered_codes import GatheredCodes
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.tensors.gathered_codes import GatheredCodes
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 SPECS = (*(f"native:{rule}" for rule in RULES), "msamp:O1", "native:mxfp8+msamp:O2")

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
-from fp8_backends.training.watching import guard
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import local_part
+from fp8_backends.watch import guard
 
 guard.COMPARED_EVERY = 2
 

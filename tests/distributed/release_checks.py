@@ -15,9 +15,9 @@ from ddp_training import assert_equal_on_all_ranks, digest, everything
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states import gradient_release
 from fp8_backends.states.gradient_release import is_dropped
+from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)

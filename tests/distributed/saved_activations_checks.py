@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.training.saved_activations import saved_bytes
+from fp8_backends.convert.saved_activations import saved_bytes
 
 WIDTH, STEPS = 64, 3
 

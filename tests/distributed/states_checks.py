@@ -31,10 +31,10 @@ from unsealed import unseal
 import fp8_backends
 from fp8_backends.comm import ddp
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight
 from fp8_backends.states.optimizers import convert
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import local_part
 
 SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
 PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm

@@ -24,14 +24,14 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
-from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.tensor_parallel import Split
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, INPUT, new_window_state
+from fp8_backends.formats.formats import E4M3
+from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, new_window_state
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import conversion
+from fp8_backends.tools.compare.measuring import sent_bytes
 
 WIDTH, INNER = 64, 256
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")

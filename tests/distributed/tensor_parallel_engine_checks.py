@@ -24,14 +24,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.preparation.ranks import ScalingBuffers
 from fp8_backends.states.levels import expect_equal_gradients
 from fp8_backends.states.sharding import first_element
-from fp8_backends.training.conversion import prepared_roots
-from fp8_backends.training.ranks import ScalingBuffers
-from fp8_backends.training.watching import guard
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.sharded_tensor import local_part
+from fp8_backends.watch import guard
 
 WIDTH, INNER = 64, 128
 

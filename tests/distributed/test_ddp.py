@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.comm.ddp import IGNORE_LIST, leaves_nothing
-from fp8_backends.training.conversion import restore
+from fp8_backends.convert.conversion import restore
 
 ON_FOUR_RANKS = (
     "check_microbatches_are_summed_in_fp32_and_travel_once",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fp8_backends.comm import two_shot
 from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, encode, reduce_scatter
-from fp8_backends.numerics.kernels.messages import values_of
+from fp8_backends.kernels.messages import values_of
 
 SIZES = (0, 1, 127, 128, 129, 1000, 4096, 70_001)
 LARGEST_ERROR = 0.04

@@ -17,11 +17,11 @@ sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")
 import feature_table  # noqa: E402
 import matrix  # noqa: E402
 
-from fp8_backends.cli.examples import examples
 from fp8_backends.compute import chips
+from fp8_backends.convert import saved_activations
 from fp8_backends.recipes import fields
-from fp8_backends.training import saved_activations
-from fp8_backends.training.rules import THEMES
+from fp8_backends.rules import THEMES
+from fp8_backends.tools.examples import examples
 
 WIDTH = 118
 

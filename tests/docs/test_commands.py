@@ -16,12 +16,12 @@ from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, li
 from torch.distributed.run import get_args_parser
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, parse, recipe_fields
-from fp8_backends.cli import advise, monitor
-from fp8_backends.cli.compare import command as compare
-from fp8_backends.cli.config import read
-from fp8_backends.cli.main import main
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
+from fp8_backends.tools import advise, monitor
+from fp8_backends.tools.compare import command as compare
+from fp8_backends.tools.config import read
+from fp8_backends.tools.main import main
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
 from fp8_backends.compute import products
-from fp8_backends.compute.native.grouped_products import SCALED_GROUPED_MM
+from fp8_backends.compute.experts.grouped_products import SCALED_GROUPED_MM
 
 
 @pytest.fixture(autouse=True)

@@ -18,17 +18,17 @@ from fp8_backends import (
     RecipeError,
     TERecipeKwargs,
 )
+from fp8_backends.advice import Advice
 from fp8_backends.checkpoints import Export
 from fp8_backends.compute import Compute
 from fp8_backends.compute.hardware import Availability
+from fp8_backends.convert.stored_weights import keep_weight_casts
+from fp8_backends.convert.weight_products import ConversionReport
+from fp8_backends.evidence.auditing import Audit
 from fp8_backends.recipes.handlers import Recipe
 from fp8_backends.recipes.precision_plan import PrecisionPlan
-from fp8_backends.training.advice import Advice
-from fp8_backends.training.auditing import Audit
-from fp8_backends.training.stored_weights import keep_weight_casts
-from fp8_backends.training.validators import Finding
-from fp8_backends.training.watching.guard import Fault, faults
-from fp8_backends.training.weight_products import ConversionReport
+from fp8_backends.rules.validate import Finding
+from fp8_backends.watch.guard import Fault, faults
 
 
 class Net(nn.Module):

@@ -1,5 +1,5 @@
-"""The map of the package: which part may import which, over every import of every file, also those inside functions and
-under `if TYPE_CHECKING`; and no circle among its files."""
+"""Hold the map of the package: rooms on floors, over every import of every file, also inside functions and under
+`if TYPE_CHECKING`; no circle among files."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-GROUND = ("errors", "announcement", "words")
-MAY_IMPORT = {
-    "errors": (),
-    "announcement": (),
-    "words": (),
-    "numerics": GROUND,
-    "compute": ("numerics", *GROUND),
-    "recipes": ("compute", "numerics", *GROUND),
-    "states": ("recipes", "numerics", *GROUND),
-    "comm": ("recipes", "numerics", *GROUND),
-    "training": ("states", "comm", "recipes", "compute", "numerics", *GROUND),
-    "accelerate_plugin": ("training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
-    "checkpoints": ("training",),
-    "__init__": ("checkpoints", "accelerate_plugin", "training", "recipes", "compute", "numerics", *GROUND),
-    "cli": ("__init__", "accelerate_plugin", "training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
-    "__main__": ("cli",),
-    "lightning": ("accelerate_plugin", "training", "recipes", "compute", *GROUND),
-}
-"""Each part of the package, the lowest first, and those below it that it may import. `states` and `comm` do not know
-each other, and neither knows who multiplies. `lightning` connects this package to Lightning as `accelerate_plugin` does
-to Accelerate."""
+FLOORS = (
+    ("errors", "announcement", "words"),
+    ("formats", "torch_tools"),
+    ("kernels",),
+    ("tensors",),
+    ("compute",),
+    ("recipes",),
+    ("states", "comm"),
+    ("convert",),
+    ("evidence",),
+    ("watch", "rules", "checkpoints"),
+    ("preparation",),
+    ("advice",),
+    ("accelerate_plugin",),
+    ("__init__", "lightning"),
+    ("tools",),
+    ("__main__",),
+)
+"""Rooms of the package by floor, the lowest first. A room imports rooms of lower floors only."""
+FORBIDDEN = {("states", "compute"), ("comm", "compute"), ("watch", "evidence")}
+"""Arrows to a lower floor that a room does without: states and comm do not know the products."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -80,15 +80,17 @@ def arrows(root: Path) -> dict[str, set[str]]:
 
 
 def wrong_arrows(root: Path) -> list[str]:
-    """Arrows between parts that the table does not allow, and parts that it does not know."""
-    found = [
-        f"{each} is no part of the table" for each in sorted({part(name) for name in modules(root)} - {*MAY_IMPORT})
-    ]
+    """Return arrows that do not go to a lower floor, forbidden ones, and rooms without a floor."""
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    messages = [f"{room} has no floor" for room in sorted({part(name) for name in modules(root)} - {*floor})]
     for name, targets in arrows(root).items():
         for target in targets:
-            if part(target) not in (part(name), *MAY_IMPORT.get(part(name), ())):
-                found.append(f"{name or '__init__'} imports {target or '__init__'}")
-    return found
+            room, other = part(name), part(target)
+            goes_down = room == other or floor.get(other, len(FLOORS)) < floor.get(room, 0)
+            is_ground = floor.get(room) == 0 and floor.get(other) == 0
+            if not (goes_down or is_ground) or (room, other) in FORBIDDEN:
+                messages.append(f"{name or '__init__'} imports {target or '__init__'}")
+    return messages
 
 
 def circle(root: Path) -> list[str] | None:
@@ -121,9 +123,9 @@ def test_each_backend_keeps_to_its_own_folder():
 
 
 PLANTED = {
-    "numerics/formats.py": "from ..compute import hardware",
+    "formats/formats.py": "from ..compute import hardware",
     "states/levels.py": "def late():\n    from ..comm import ddp",
-    "recipes/handlers.py": "if TYPE_CHECKING:\n    from ..training.conversion import Prepared",
+    "recipes/handlers.py": "if TYPE_CHECKING:\n    from ..convert.conversion import Prepared",
     "comm/ddp.py": "import fp8_backends.compute.products",
     "extra.py": "x = 1",
 }

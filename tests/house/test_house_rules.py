@@ -11,9 +11,9 @@ import warm_process
 from torch import nn
 
 import fp8_backends
-from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.convert.conversion import prepared_roots
+from fp8_backends.formats.formats import E4M3, E5M2
 from fp8_backends.recipes.fields import FIELDS
-from fp8_backends.training.conversion import prepared_roots
 
 BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3"]
 

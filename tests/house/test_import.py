@@ -101,7 +101,7 @@ fp8_backends.compute.Compute
 from fp8_backends.accelerate_plugin import worker
 from fp8_backends.compute import Compute
 from fp8_backends.compute.native import NativeCompute
-from fp8_backends.cli.estimate import ModelShape, estimate
+from fp8_backends.tools.estimate import ModelShape, estimate
 assert issubclass(NativeCompute, Compute)
 print("all there")
 """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8_backends
-from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.words import as_html
 
 

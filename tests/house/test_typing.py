@@ -49,7 +49,7 @@ follow_imports = skip
 
 PREAMBLE = """\
 import fp8_backends, torch
-import fp8_backends.training.auditing, fp8_backends.training.preparation
+import fp8_backends.evidence.auditing, fp8_backends.preparation
 model = torch.nn.Linear(32, 32)
 optimizer = torch.optim.AdamW(model.parameters())
 recipe = fp8_backends.resolve("msamp:O2")
@@ -75,10 +75,10 @@ PLANTED = (
     'fp8_backends.validate("te", parallel="fsdp3")',
     "fp8_backends.validate(recipe, model)[0].severe",
     "fp8_backends.checkpoints.export(model, 3)",
-    'fp8_backends.register_backend("mine", fp8_backends.training.auditing.Audit)',
+    'fp8_backends.register_backend("mine", fp8_backends.evidence.auditing.Audit)',
     'fp8_backends.available_backends()["te"].can_runs',
     'fp8_backends.checkpoints.dequantize(model, "bf16")',
-    "fp8_backends.training.stored_weights.keep_weight_casts(model, kept=True)",
+    "fp8_backends.convert.stored_weights.keep_weight_casts(model, kept=True)",
     "fp8_backends.checkpoints.whole_states(model)",
     "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",

@@ -36,7 +36,7 @@ def test_only_nothing_is_0_percent_and_only_all_is_100(part):
     assert abs(float(number) - 100 * part) <= 0.5
 
 
-NEVER_ONE = {"cli/compare/summary.py"}
+NEVER_ONE = {"tools/compare/summary.py"}
 """Files with a number before a plural that is never 1 there."""
 
 

@@ -12,10 +12,10 @@ from intercepted import Intercepted, environment, ours, stocks, yaml_file
 
 from fp8_backends import resolve
 from fp8_backends.accelerate_plugin import launch, worker
-from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import from_environment
-from fp8_backends.training.preconditions import check_machine
+from fp8_backends.rules.preconditions import check_machine
+from fp8_backends.tools.main import main
 
 WORKER = "fp8_backends.accelerate_plugin.worker"
 TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax_compute_algorithm": "max"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.block_codes import BlockCodes
+from fp8_backends.tensors.block_codes import BlockCodes
 
 
 def made(rows: int = 200, columns: int = 300, dtype: torch.dtype = torch.float32) -> BlockCodes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends.numerics import saved_values
-from fp8_backends.numerics.saved_values import DTYPES, packed
+from fp8_backends.tensors import saved_values
+from fp8_backends.tensors.saved_values import DTYPES, packed
 
 
 def off_by(values: torch.Tensor) -> torch.Tensor:

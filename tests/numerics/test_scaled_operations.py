@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
 # PyTorch's own tests forbid the process to set such flags as `torch.backends.mkldnn.enabled`; other tests here do
 with getattr(torch.backends, "__allow_nonbracketed_mutation")():

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics import formats
-from fp8_backends.numerics.encoding import PART, amax_of
-from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
-from fp8_backends.numerics.scaled_tensor import (
+from fp8_backends.formats import formats
+from fp8_backends.formats.formats import FORMAT_OF, saturating_cast
+from fp8_backends.tensors.encoding import PART, amax_of
+from fp8_backends.tensors.scaled_tensor import (
     FRESH,
     SHARD,
     Elsewhere,
@@ -25,7 +25,7 @@ from fp8_backends.numerics.scaled_tensor import (
     quantize_pair,
     stored_parts,
 )
-from fp8_backends.numerics.sharded_tensor import agreed_over
+from fp8_backends.tensors.sharded_tensor import agreed_over
 
 E4M3, E5M2, FP16, ROOT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.uint8
 STORED = [E4M3, E5M2, FP16]

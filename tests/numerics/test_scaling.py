@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.numerics.formats import FORMATS as TABLE
-from fp8_backends.numerics.kernels.quantize import quantize
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.formats.formats import FORMATS as TABLE
+from fp8_backends.kernels.quantize import quantize
 
 FORMATS = [E4M3, E5M2]
 QUANTIZERS = {"one scale": lambda x, fmt: quantize(x, fmt).along_columns(), "rowwise": scaling.ROWS.quantize}

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = [E4M3, E5M2]
 BLOCKS = {"vectors": VECTORS, "squares": SQUARES, "mx": MX}

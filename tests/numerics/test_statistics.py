@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_backends.numerics import statistics
-from fp8_backends.numerics.formats import E4M3, E5M2, FP16, ROOT8
-from fp8_backends.numerics.scaled_tensor import quantize
-from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS, scale_from_amax, tensor_amax
-from fp8_backends.numerics.statistics import BINADES, SAMPLED, Cast, in_blocks, read, statistics_of
+from fp8_backends.formats.formats import E4M3, E5M2, FP16, ROOT8
+from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS, scale_from_amax, tensor_amax
+from fp8_backends.tensors import statistics
+from fp8_backends.tensors.scaled_tensor import quantize
+from fp8_backends.tensors.statistics import BINADES, SAMPLED, Cast, in_blocks, read, statistics_of
 
 FORMATS = [E4M3, E5M2, FP16]
 

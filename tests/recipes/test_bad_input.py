@@ -12,12 +12,12 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, RecipeError, resolve
 from fp8_backends.accelerate_plugin import launch
-from fp8_backends.cli import config
-from fp8_backends.cli.estimate import Workload, estimate
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.recipes.handlers import from_environment
 from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import read_file
+from fp8_backends.tools import config
+from fp8_backends.tools.estimate import Workload, estimate
 
 KEYS = "distributed_type: 'NO'\nmixed_precision: fp8\n"
 
@@ -184,7 +184,7 @@ MODEL = nn.Linear(16, 16)
         (lambda: fp8_backends.audit(MODEL, 3), "optimizer"),
         (lambda: fp8_backends.initialize(MODEL, None, opt_level=5), "opt_level=5"),
         (lambda: fp8_backends.initialize(MODEL, None, use_te="perhaps"), "use_te='perhaps'"),
-        (lambda: fp8_backends.training.stored_weights.keep_weight_casts((MODEL, None)), "model"),
+        (lambda: fp8_backends.convert.stored_weights.keep_weight_casts((MODEL, None)), "model"),
         (lambda: fp8_backends.checkpoints.whole_states(3).__enter__(), "optimizer"),
         (lambda: fp8_backends.checkpoints.dequantize(MODEL, torch.ones(2)), "dtype"),
         (lambda: Workload(model=None, batch="many"), "batch='many'"),

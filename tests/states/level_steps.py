@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 LEVELS = ("O1", "O2", "O3", "O4")
 STORED = dict(zip(LEVELS, 2 * [torch.float16] + 2 * [torch.float8_e4m3fn], strict=True))

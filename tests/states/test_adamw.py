@@ -21,9 +21,9 @@ from transformers.optimization import Adafactor
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.states.levels import STATE_FORMATS, StateRule
 from fp8_backends.states.optimizers import convert
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}])

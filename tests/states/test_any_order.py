@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.convert import conversion
 from fp8_backends.states.levels import quantize_weight
-from fp8_backends.training import conversion
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3", "O4")
 ERRORS = {"O4": 2.0**-11}

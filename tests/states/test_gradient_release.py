@@ -238,7 +238,7 @@ def test_what_leaves_steps_out_is_refused(fields):
 def test_a_guard_that_warns_sees_what_it_can():
     model, optimizer = prepared("O2", gradient_release=True, guard="warn")
     train(model, optimizer, range(2))
-    assert fp8_backends.training.watching.guard.faults(optimizer) == []
+    assert fp8_backends.watch.guard.faults(optimizer) == []
 
 
 def test_a_parameter_that_is_added_later_is_stepped_as_usual():

@@ -6,7 +6,7 @@ from level_steps import LEVELS, assert_equal_states, prepared, train, values_of
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STEPS = 20
 """More than the 16 steps after which a window's scales are delayed."""

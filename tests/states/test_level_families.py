@@ -5,7 +5,7 @@ import torch
 from model_families import FAMILIES, build, train
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STEPS = 8
 

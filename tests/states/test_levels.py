@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp8_backends
+from fp8_backends.convert.conversion import restore
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.states.levels import quantize_weight, scale_bytes_per_element
-from fp8_backends.training.conversion import restore
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 BYTES = {
     "O1": {"weight": 2, "master": 0, "gradient": 1, "optimizer": 8, "total": 11},

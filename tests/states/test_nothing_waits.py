@@ -24,9 +24,9 @@ import fp8_backends
 from fp8_backends.comm.backward import Agreement, BackwardPass
 from fp8_backends.comm.ddp import Connection, GradientArrives
 from fp8_backends.comm.reducer import GradientReducer
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
-from fp8_backends.numerics.scaling import new_window_state
+from fp8_backends.formats.scaling import new_window_state
 from fp8_backends.states.levels import swap_gradient_hook
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3")
 NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}

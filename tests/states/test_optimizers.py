@@ -15,11 +15,11 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.formats import E4M11, FORMATS
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.formats.formats import E4M11, FORMATS
 from fp8_backends.states import stock_steps
 from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
 from fp8_backends.states.stock_steps import ScaledAdafactor, ScaledMuon, ScaledSGD
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
 class Lion(torch.optim.Optimizer):

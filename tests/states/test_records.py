@@ -7,12 +7,12 @@ import pytest
 import torch
 from level_steps import OPTIMIZERS, loss_of, parameters_of, prepared, train
 
-from fp8_backends.numerics.kernels import quantize as quantization
-from fp8_backends.numerics.kernels.adam import AdamSteps
-from fp8_backends.numerics.kernels.adam_table import measured
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.scaling import tensor_amax
+from fp8_backends.formats.scaling import tensor_amax
+from fp8_backends.kernels import quantize as quantization
+from fp8_backends.kernels.adam import AdamSteps
+from fp8_backends.kernels.adam_table import measured
 from fp8_backends.states import adamw
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
 def known(model):

@@ -31,8 +31,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 import fp8_backends  # noqa: E402
 from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare  # noqa: E402
 from fp8_backends.compute.te.weights import is_frozen  # noqa: E402
-from fp8_backends.numerics.scaled_tensor import ScaledTensor  # noqa: E402
-from fp8_backends.training.conversion import prepared_roots  # noqa: E402
+from fp8_backends.convert.conversion import prepared_roots  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import ScaledTensor  # noqa: E402
 
 SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), "te:dynamic": Float8CurrentScaling}
 

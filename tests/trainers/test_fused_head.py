@@ -48,7 +48,7 @@ def test_layers_count_and_the_heads_flops_do_not(backend, launched, tmp_path):
     assert kept_frozen(model, before) and losses_of(trainer)[-1] < 0.9 * losses_of(trainer)[0]
     audit = fp8_backends.audit(model)
     assert len(audit.products) == LAYERS and "lm_head" in audit.high_precision
-    products = fp8_backends.training.conversion.weight_products(model)
+    products = fp8_backends.convert.conversion.weight_products(model)
     layers = sum(product.flops for product in products if product.name != "lm_head")
     # the first layer's q, k and v owe the embedding a gradient, so every product counts thrice
     assert audit.flops_share == pytest.approx(layers / sum(product.flops for product in products))

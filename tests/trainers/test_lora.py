@@ -67,7 +67,7 @@ def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
         products = fp8_backends.audit(model).products
         adapters = {name: counts for name, counts in products.items() if "lora_" in name}
         assert len(adapters) == 4 and all(min(c["fprop"], c["wgrad"]) == 2 for c in adapters.values())
-        report = fp8_backends.training.conversion.prepared_roots(model)[0][2].report
+        report = fp8_backends.convert.conversion.prepared_roots(model)[0][2].report
         reasons = {each.reason for each in report.products if each.name in adapters}
         assert reasons == ({None} if note is None else {"sizes padded to multiples of 16"})
 

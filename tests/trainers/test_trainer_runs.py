@@ -72,7 +72,7 @@ def test_trackers_store_the_backend_and_the_share(launched):
     accelerator.log_with = [after]
     accelerator.init_trackers("run")
     assert after.configuration["fp8_flops_share"] == pytest.approx(
-        fp8_backends.training.conversion.prepared_roots(model)[0][2].report.flops_share
+        fp8_backends.convert.conversion.prepared_roots(model)[0][2].report.flops_share
     )
     assert json.dumps(after.configuration)
 

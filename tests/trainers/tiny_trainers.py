@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
 VOCABULARY, LENGTH = 64, 16
 LAYERS = 14

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import BatchEncoding
 
 import fp8_backends
-from fp8_backends.training.advice import GradientGap, together, with_scaling, without
-from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.advice import GradientGap, together, with_scaling, without
+from fp8_backends.convert.conversion import prepared_roots
 
 SPIKE = 2.0**24
 

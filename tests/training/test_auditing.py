@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_backends import preparation
+from fp8_backends.evidence import auditing
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, preparation
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 

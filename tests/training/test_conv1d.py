@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 import fp8_backends
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.compute.registry import get_compute
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import conversion
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 NATIVE = [f"native:{scaling}" for scaling in NativeCompute.scalings]
 AO = ["ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp"]
@@ -231,7 +231,7 @@ def test_recomputed_and_with_weight_casts_kept():
     losses = train(*prepared(gpt2()), "gpt2", steps=3)
     model, optimizer = prepared(gpt2())
     model.gradient_checkpointing_enable()
-    fp8_backends.training.stored_weights.keep_weight_casts(model)
+    fp8_backends.convert.stored_weights.keep_weight_casts(model)
     assert train(model, optimizer, "gpt2", steps=3) == losses
     assert all(counts["recomputed"] == 3 for counts in fp8_backends.audit(model, optimizer).products.values())
 

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_backends.compute.interface import Compute
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.convert import conversion
+from fp8_backends.convert.conversion import prepared_roots, restore
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import conversion
-from fp8_backends.training.conversion import prepared_roots, restore
 
 
 class Tied(nn.Module):

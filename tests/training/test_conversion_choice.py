@@ -8,9 +8,9 @@ import torch.nn.utils.prune
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, learns, train
 from torch import nn
 
-from fp8_backends.compute.native.ledger import Ledger
+from fp8_backends.compute.native.scaling_states import Ledger
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.training.conversion import prepared_roots
 
 
 class Language(nn.Module):

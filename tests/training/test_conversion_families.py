@@ -7,8 +7,8 @@ import torch
 from conversion_steps import convert
 from model_families import FAMILIES, LAYERS, WIDTH, batch, build, loss_of, train
 
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.training import conversion
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
 STEPS = 8

@@ -11,14 +11,16 @@ from model_families import LAYERS, batch, loss_of, train
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute import expert_functions
+from fp8_backends import preparation
+from fp8_backends.compute.experts import functions
 from fp8_backends.compute.products import exact_engine
 from fp8_backends.compute.registry import get_compute
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.evidence import auditing
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.states.gradient_release import is_dropped
-from fp8_backends.training import auditing, conversion, preparation
 
 PARTS = ("gate_up_proj", "down_proj")
 FIRST = {"deepseek_v3": 1}
@@ -118,8 +120,8 @@ def test_an_error_on_the_way_leaves_the_experts_as_they_were(monkeypatch):
 def test_a_copy_has_counters_and_states_of_its_own(copied, monkeypatch):
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     loss_of(model, batch()).backward()
-    registry = expert_functions._registry()
-    monkeypatch.delitem(registry._global_mapping, expert_functions.NAME)  # as in another process
+    registry = functions._registry()
+    monkeypatch.delitem(registry._global_mapping, functions.NAME)  # as in another process
     other = copied(model)
     loss_of(other, batch()).backward()
     for own, counts in ((model, [1, 1, 1, 0]), (other, [2, 2, 2, 0])):
@@ -353,7 +355,7 @@ def test_experts_outside_the_registry_say_so(monkeypatch):
 
 
 def test_a_configuration_that_names_the_function_without_preparing_runs_as_the_class_does():
-    expert_functions._register()
+    functions._register()
     experts, plain = make_experts("gpt_oss").experts, make_experts("gpt_oss").experts
     experts.config._experts_implementation, plain.config._experts_implementation = "fp8_backends", "eager"
     assert torch.equal(experts(*routed(8)), plain(*routed(8)))

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8_backends
-from fp8_backends.training.observed import WorkMeter
-from fp8_backends.training.weight_products import find_weight_products
+from fp8_backends.convert.first_step import WorkMeter
+from fp8_backends.convert.weight_products import find_weight_products
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures  # noqa: E402

@@ -13,10 +13,10 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
-from fp8_backends.numerics.formats import E4M3
-from fp8_backends.training import proof
-from fp8_backends.training.auditing import count_products
-from fp8_backends.training.conversion import prepared_roots, restore
+from fp8_backends.convert.conversion import prepared_roots, restore
+from fp8_backends.evidence import proof
+from fp8_backends.evidence.auditing import count_products
+from fp8_backends.formats.formats import E4M3
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:

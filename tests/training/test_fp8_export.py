@@ -28,8 +28,8 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError
+from fp8_backends.checkpoints import exporting
 from fp8_backends.compute.native import linear
-from fp8_backends.training import exporting
 
 BOTH = list(SCALES)
 

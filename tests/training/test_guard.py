@@ -16,11 +16,11 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.scaled_tensor import stored_parts
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
-from fp8_backends.training.watching.guard import FROZEN, MOST_SPIKES, WARM_UP, Guard, LossWindow, faults
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
+from fp8_backends.tensors.scaled_tensor import stored_parts
+from fp8_backends.watch.guard import FROZEN, MOST_SPIKES, WARM_UP, Guard, LossWindow, faults
 
 __all__ = ["fresh_accelerate"]
 MAX = torch.tensor([E4M3.max, E4M3.max, E5M2.max])
@@ -127,7 +127,7 @@ def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_fault_that_stays_stops_the_training(monkeypatch):
-    monkeypatch.setattr("fp8_backends.training.watching.guard.LEFT_OUT_AT_MOST", 3)
+    monkeypatch.setattr("fp8_backends.watch.guard.LEFT_OUT_AT_MOST", 3)
     training = Training()
     training.steps(1)
     for _ in range(3):

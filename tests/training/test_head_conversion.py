@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
-from fp8_backends.compute.deferred_logits import DeferredLogits
+from fp8_backends.compute.head.deferred_logits import DeferredLogits
 from fp8_backends.errors import FP8BackendError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
@@ -86,7 +86,7 @@ def test_restore_copies_and_pickles(fields):
 
 def test_activation_checkpointing_and_keeping_weight_casts():
     model, optimizer = prepared(fused_head=True, **FP8_HEAD)
-    fp8_backends.training.stored_weights.keep_weight_casts(model)
+    fp8_backends.convert.stored_weights.keep_weight_casts(model)
     batch = counting_batch()[:8]
     gradients = []
     for _ in range(2):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fp8_backends
+from fp8_backends.checkpoints import manifest
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.training import manifest
 
 RECIPE = fp8_backends.resolve("native:delayed")
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
-from fp8_backends.cli import monitor as samples
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import RecipeError
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, INPUT, delayed_scale
-from fp8_backends.training.conversion import prepared_roots
-from fp8_backends.training.watching import monitor
+from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, delayed_scale
+from fp8_backends.tools import monitor as samples
+from fp8_backends.watch import monitor
 
 BACKENDS = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O3", "ao:rowwise")
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError
-from fp8_backends.numerics.block_codes import BlockCodes
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts
+from fp8_backends.tensors.block_codes import BlockCodes
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, stored_parts
 
 RECIPE = {"include": ["up", "down"]}  # a tied layer is left out by default
 LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")

@@ -8,8 +8,8 @@ from conversion_steps import take_steps
 from torch import nn
 
 import fp8_backends
+from fp8_backends import preparation
 from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
-from fp8_backends.training import preparation
 
 BACKENDS = ("ao:tensorwise", "native:dynamic", "native:delayed")
 

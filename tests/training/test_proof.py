@@ -17,9 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from fp8_backends import preparation
+from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.evidence import auditing, proof
+from fp8_backends.preparation import optimizer_steps
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, conversion, optimizer_steps, preparation, proof
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 

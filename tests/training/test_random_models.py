@@ -24,8 +24,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 import fp8_backends
 from fp8_backends import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.training import conversion
+from fp8_backends.convert import conversion
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 FIRST, LAST = map(int, os.environ.get("FP8_BACKENDS_RANDOM_MODELS", "0:72").split(":"))
 GROUPS = 6

@@ -20,8 +20,8 @@ from transformers.distributed.tensor_parallel import AllReduceParallel, TensorPa
 
 import fp8_backends
 from fp8_backends import FP8BackendError
-from fp8_backends.numerics.modules import forward_obstacle
-from fp8_backends.training.conversion import weight_products
+from fp8_backends.convert.conversion import weight_products
+from fp8_backends.torch_tools.modules import forward_obstacle
 
 
 def net():

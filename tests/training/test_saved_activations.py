@@ -17,11 +17,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import fp8_backends
+from fp8_backends.convert import saved_activations
+from fp8_backends.convert.saved_activations import FEWEST, NODES, saved_bytes
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.numerics.saved_values import ValuesFunction, packed
 from fp8_backends.recipes.handlers import resolve
-from fp8_backends.training import saved_activations
-from fp8_backends.training.saved_activations import FEWEST, NODES, saved_bytes
+from fp8_backends.tensors.saved_values import ValuesFunction, packed
 
 WIDTH, LENGTH = 64, 64
 SIZES = {

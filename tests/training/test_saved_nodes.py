@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8_backends
-from fp8_backends.training.saved_activations import MOST_FACTORS, NODES, Packer, saved_bytes
+from fp8_backends.convert.saved_activations import MOST_FACTORS, NODES, Packer, saved_bytes
 
 ROWS, WIDTH = 128, 64
 

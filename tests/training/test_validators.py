@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8_backends import RecipeError, resolve, validate
 from fp8_backends.compute import chips
-from fp8_backends.training.rules import RULES, THEMES, Machine, Setup, refuse
+from fp8_backends.rules import RULES, THEMES, Machine, Setup, refuse
 
 
 def rules(spec, model=None, *, chip="hopper", **setup):

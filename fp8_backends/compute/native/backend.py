@@ -24,29 +24,29 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ...numerics.engine import inside_backward
-from ...numerics.formats import E4M3, RECIPE_FORMATS
-from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import owner_of
-from ...numerics.parameter_swap import swap
-from ...numerics.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
-from ...numerics.sharded_tensor import device_of, local_part
-from ...numerics.statistics import Cast
+from ...formats.formats import E4M3, RECIPE_FORMATS
+from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
+from ...kernels.triton_gate import usable
+from ...tensors.parameter_swap import swap
+from ...tensors.sharded_tensor import device_of, local_part
+from ...tensors.statistics import Cast
+from ...torch_tools.backward_end import inside_backward
+from ...torch_tools.modules import owner_of
 from ..counts import KINDS, ProductCounts
+from ..experts import native_layer as fp8_experts
+from ..experts.grouped_products import grouped_engine_for
+from ..experts.native_layer import FP8Experts, FP8ExpertWeight
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
+from ..head.native_head import FP8Head
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
-from . import experts as fp8_experts
-from .experts import FP8Experts, FP8ExpertWeight
-from .fused_head import FP8Head
-from .gathers import ExpertCodes, WeightCodes
-from .grouped_products import grouped_engine_for
+from .gathered_weights import ExpertCodes, WeightCodes
 from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
-from .ledger import Ledger, SharedCodes, with_noted_amaxes
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
+from .scaling_states import Ledger, SharedCodes, with_noted_amaxes
 from .tensor_parallel import Cut, cut_obstacle
 
 logger = logging.getLogger("fp8_backends")

@@ -6,14 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...numerics import gathered_codes
-from ...numerics.block_codes import BlockCodes
-from ...numerics.formats import Format
-from ...numerics.gathered_codes import GatheredCodes
-from ...numerics.kernels import quantize as quantization
-from ...numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
-from ...numerics.scaled_tensor import ScaledTensor
-from ...numerics.scaling import (
+from ...formats.formats import Format
+from ...formats.scaling import (
     MX,
     ROWS,
     SQUARES,
@@ -25,6 +19,12 @@ from ...numerics.scaling import (
     new_delayed_state,
     new_window_state,
 )
+from ...kernels import quantize as quantization
+from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from ...tensors import gathered_codes
+from ...tensors.block_codes import BlockCodes
+from ...tensors.gathered_codes import GatheredCodes
+from ...tensors.scaled_tensor import ScaledTensor
 from ..counts import KINDS
 from ..products import block_scaled_product, scaled_product
 from .tensor_parallel import Split

@@ -8,13 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ...numerics import gathered_codes
-from ...numerics.block_codes import BlockCodes
-from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
-from ...numerics.kernels.layouts import Layouts
-from ...numerics.parameter_swap import belongings_kept
-from ...numerics.scaled_tensor import ScaledTensor, quantize
-from ...numerics.scaling import (
+from ...formats.scaling import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
@@ -27,15 +21,21 @@ from ...numerics.scaling import (
     tensor_amax,
     window_scale,
 )
-from ...numerics.sharded_tensor import is_distributed
-from ...numerics.statistics import Cast, in_blocks
+from ...kernels.layouts import Layouts
+from ...tensors import gathered_codes
+from ...tensors.block_codes import BlockCodes
+from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
+from ...tensors.parameter_swap import belongings_kept
+from ...tensors.scaled_tensor import ScaledTensor, quantize
+from ...tensors.sharded_tensor import is_distributed
+from ...tensors.statistics import Cast, in_blocks
 from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms
 from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
-from .ledger import KeepsLedger, Ledger, SharedCodes
+from .scaling_states import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
 FROZEN = (ScaledTensor, BlockCodes)

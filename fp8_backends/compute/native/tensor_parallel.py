@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import FP8BackendError
-from ...numerics.kernels.layouts import Layouts
-from ...numerics.scaling import INPUT, Blocks
-from ...numerics.sharded_tensor import agreed_over, is_distributed
+from ...formats.scaling import INPUT, Blocks
+from ...kernels.layouts import Layouts
+from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..refusals import part_obstacle
 
 if TYPE_CHECKING:

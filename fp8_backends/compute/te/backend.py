@@ -19,31 +19,23 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
-from ...numerics.faults import AMAX, POSITIVE, check_values
-from ...numerics.formats import RECIPE_FORMATS
-from ...numerics.scaled_tensor import ScaledTensor
-from ...numerics.scaling import (
-    GRAD_OUTPUT,
-    MX,
-    SQUARES,
-    VECTORS,
-    WEIGHT,
-    Quantized,
-    scale_from_amax,
-    tensor_amax,
-)
-from ...numerics.sharded_tensor import is_distributed, local_part
-from ...numerics.statistics import Cast, in_blocks
-from .. import chips, expert_functions, hardware
+from ...formats.formats import RECIPE_FORMATS
+from ...formats.ranges import AMAX, POSITIVE, check_values
+from ...formats.scaling import GRAD_OUTPUT, MX, SQUARES, VECTORS, WEIGHT, Quantized, scale_from_amax, tensor_amax
+from ...tensors.scaled_tensor import ScaledTensor
+from ...tensors.sharded_tensor import is_distributed, local_part
+from ...tensors.statistics import Cast, in_blocks
+from .. import chips, hardware
 from ..counts import WGRAD, ProductCounts
-from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
+from ..experts import functions
+from ..experts.functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Norm, Recipe, check_saved_states
 
 if TYPE_CHECKING:
-    from .experts import TEExperts, TEExpertWeight
+    from ..experts.te_layer import TEExperts, TEExpertWeight
     from .layer import ModelState
     from .linear import TEProducts
 
@@ -114,7 +106,7 @@ class TransformerEngineCompute(Compute):
         return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        if reason := expert_functions.unfit(experts, part, recipe.fp8_params):
+        if reason := functions.unfit(experts, part, recipe.fp8_params):
             return reason
         if is_expert_parallel(experts) and recipe.scaling == "delayed":
             return "expert parallel: TransformerEngine would mix the amaxes of different experts over the ranks"
@@ -162,7 +154,7 @@ class TransformerEngineCompute(Compute):
         return carrier
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
-        from .experts import TEExperts, TEExpertWeight
+        from ..experts.te_layer import TEExperts, TEExpertWeight
         from .recipes import check_version
 
         check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)

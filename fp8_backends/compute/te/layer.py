@@ -27,8 +27,8 @@ import transformer_engine.pytorch.module.linear as te_linear_module
 from torch import distributed, nn
 
 from ...errors import FP8BackendError, RecipeError, Refusal
-from ...numerics.engine import call_when_backward_ends, inside_backward
-from ...numerics.state_dict_copies import StateDictCopies
+from ...tensors.state_dict_copies import StateDictCopies
+from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..interface import Recipe
 from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import nn
 
-from ...numerics.scaled_tensor import ScaledTensor
+from ...tensors.scaled_tensor import ScaledTensor
 from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES

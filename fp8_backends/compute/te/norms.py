@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...numerics.modules import forward_obstacle
-from ...numerics.sharded_tensor import full_shape
+from ...tensors.sharded_tensor import full_shape
+from ...torch_tools.modules import forward_obstacle
 from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from ...numerics.parameter_swap import swap
-from ...numerics.scaled_tensor import ScaledTensor
+from ...tensors.parameter_swap import swap
+from ...tensors.scaled_tensor import ScaledTensor
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
 
 ONE_SCALE = ("delayed", "dynamic")

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
-from ...numerics.formats import FORMATS, Format
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
-from ...numerics.sharded_tensor import is_distributed
-from ...numerics.statistics import Cast
+from ...formats.formats import FORMATS, Format
+from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
+from ...tensors.sharded_tensor import is_distributed
+from ...tensors.statistics import Cast
 from .. import hardware
 from ..conv1d import linear_like
 from ..fields import Field

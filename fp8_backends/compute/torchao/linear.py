@@ -14,8 +14,8 @@ from torchao.float8.float8_linear import Float8Linear, LinearMMConfig
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
 from ...errors import FP8BackendError
-from ...numerics.parameter_swap import refuse_if_held, swap
-from ...numerics.sharded_tensor import is_distributed, local_part, with_local
+from ...tensors.parameter_swap import refuse_if_held, swap
+from ...tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..conv1d import conv1d_form
 from ..counts import DGRAD, FPROP, WGRAD
 from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, saved_by_name

@@ -7,8 +7,8 @@ from adam_cases import OPTIONS, all_bits, hyper_of, jobs, slot, value, with_reco
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot
-from fp8_backends.numerics.kernels.adam_table import LEAST_ROOT, measured, new_bounds
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot
+from fp8_backends.kernels.adam_table import LEAST_ROOT, measured, new_bounds
 
 positive = some.floats(-30, 30).map(lambda exponent: 2.0**exponent)
 share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])

@@ -16,9 +16,9 @@ from hypothesis import strategies as some
 from test_adam_bounds import positive
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.numerics.kernels import adam_cpu
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot
-from fp8_backends.numerics.kernels.adam_table import LEAST_ROOT, AdamTable, measured
+from fp8_backends.kernels import adam_cpu
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot
+from fp8_backends.kernels.adam_table import LEAST_ROOT, AdamTable, measured
 
 pytestmark = cases.needs_compiler
 

@@ -8,7 +8,7 @@ import reference
 import torch
 from adam_cases import slot
 
-from fp8_backends.numerics.kernels.adam import Slot
+from fp8_backends.kernels.adam import Slot
 
 LEVELS = {"O1": (None, None), "O2": ("e4m3", "fp16")}
 

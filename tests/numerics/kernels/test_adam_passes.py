@@ -7,11 +7,11 @@ import torch
 from adam_cases import CASES, bits, numbers, slot, slots, step, value
 from hypothesis import given, settings
 
-from fp8_backends.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from fp8_backends.numerics.kernels import rounding
-from fp8_backends.numerics.kernels.adam import ROUNDINGS, Slot, adam_hyper, adam_hypers
-from fp8_backends.numerics.kernels.adam_table import exact_update
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
+from fp8_backends.kernels import rounding
+from fp8_backends.kernels.adam import ROUNDINGS, Slot, adam_hyper, adam_hypers
+from fp8_backends.kernels.adam_table import exact_update
+from fp8_backends.tensors.scaled_tensor import quantize
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
 FIELDS = {"weight": rounding.WEIGHT_BITS, "exp_avg": rounding.EXP_AVG_BITS, "exp_avg_sq": rounding.EXP_AVG_SQ_BITS}

@@ -15,8 +15,8 @@ import warnings
 import pytest
 from adam_cases import needs_compiler
 
-from fp8_backends.numerics.kernels import adam_cpu as cpu_library
-from fp8_backends.numerics.kernels.adam_cpu import Library
+from fp8_backends.kernels import adam_cpu as cpu_library
+from fp8_backends.kernels.adam_cpu import Library
 
 pytestmark = needs_compiler
 

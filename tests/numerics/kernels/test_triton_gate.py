@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
-from fp8_backends.numerics import kernels
-from fp8_backends.numerics.kernels import triton_gate
+from fp8_backends import kernels
+from fp8_backends.kernels import triton_gate
 
 
 class OnGPU:
@@ -98,12 +98,8 @@ def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, 
             raise found
         return found
 
-    monkeypatch.setitem(
-        sys.modules, "fp8_backends.numerics.kernels.triton_common", types.SimpleNamespace(obstacle=obstacle)
-    )
-    monkeypatch.setattr(
-        kernels, "triton_common", sys.modules["fp8_backends.numerics.kernels.triton_common"], raising=False
-    )
+    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_common", types.SimpleNamespace(obstacle=obstacle))
+    monkeypatch.setattr(kernels, "triton_common", sys.modules["fp8_backends.kernels.triton_common"], raising=False)
     with caplog.at_level(logging.WARNING):
         assert triton_gate._passes_trial(1) == (found is None)
     assert [str(found) in record.message and "cuda:1" in record.message for record in caplog.records] == [True] * bool(

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fp8_backends import prepare
-from fp8_backends.training.conversion import prepared_roots, restore
+from fp8_backends.convert.conversion import prepared_roots, restore
 
 N = 32
 LAYER_NORMS = {"torch": lambda: nn.LayerNorm(N, eps=1e-3), "subclass": lambda: FP32LayerNorm(N)}

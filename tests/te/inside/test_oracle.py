@@ -26,10 +26,10 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import RECIPE_FORMATS
-from fp8_backends.numerics.kernels.quantize import quantize
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import RECIPE_FORMATS
+from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
+from fp8_backends.kernels.quantize import quantize
 
 STEPS, LAYERS = 80, 1  # the longest history but one is filled twice; several layers: test_oracle_training
 LENGTHS_AND_MARGINS = [(1, 0), (2, 3), (3, -2), (31, 1), (1024, 0)]
@@ -73,7 +73,7 @@ class TransformerEngineLayers:
 
 
 class NativeLayers:
-    """The same with the functions of `fp8_backends.numerics.scaling`."""
+    """The same with the functions of `fp8_backends.formats.scaling`."""
 
     def __init__(self, length: int, margin: int, algorithm: str, fp8_format: str) -> None:
         self.states = torch.stack([scaling.new_delayed_state(length) for _ in range(LAYERS)])

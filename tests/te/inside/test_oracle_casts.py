@@ -1,4 +1,4 @@
-"""Codes and scales of rules without state: `fp8_backends.numerics.scaling` against TransformerEngine's quantizers.
+"""Codes and scales of rules without state: `fp8_backends.formats.scaling` against TransformerEngine's quantizers.
 
 Current scaling has a reference in TransformerEngine's own Python, `CurrentScalingQuantizerRef`, for finite values. The
 quantizers proper cast with the stand-in's kernels, transcribed from the source by another hand than `scaling`.
@@ -16,9 +16,9 @@ from standin import compute_capability
 from transformer_engine.pytorch import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels.quantize import quantize
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.kernels.quantize import quantize
 
 TE_DTYPES = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 import fp8_backends
 from fp8_backends.compute import products as native_products
 from fp8_backends.compute.native import layer_rule
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
+from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 
 SIZES, TOKENS, STEPS = (64, 96, 32, 48), 32, 6  # no contraction is longer than a block of 128
 

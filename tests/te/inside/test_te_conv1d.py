@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 import fp8_backends
 from fp8_backends.compute.te.linear import TEConv1D
 from fp8_backends.compute.te.weights import is_frozen
+from fp8_backends.convert import conversion
 from fp8_backends.errors import BackendUnavailableError, RecipeError
-from fp8_backends.training import conversion
 
 LEVELS = ["te:delayed+msamp:O2", "te:dynamic+msamp:O3", "te:blockwise+msamp:O3"]
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import BackendUnavailableError, FP8RecipeKwargs
-from fp8_backends.numerics.parameter_swap import swap
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.training import conversion
+from fp8_backends.convert import conversion
+from fp8_backends.tensors.parameter_swap import swap
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 NAMES = (".experts.gate_up_proj", ".experts.down_proj")
 

@@ -14,7 +14,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare
 from fp8_backends.compute.te.weights import is_frozen
-from fp8_backends.training import conversion
+from fp8_backends.convert import conversion
 
 
 def prepared(made=None, **fields):

@@ -11,7 +11,7 @@ import transformer_engine.pytorch  # noqa: F401, before it is asked about the de
 from torch import nn
 
 import fp8_backends
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 LEVELS = ("O1", "O2", "O3", "O4")
 IN_E4M3 = ("O3", "O4")
@@ -79,7 +79,7 @@ def test_bytes_products_and_plain_exports(level):
     assert audit.bytes_per_element["total"] == pytest.approx(BYTES[level], rel=2e-3)  # one scale a tensor
     for name, count in audit.products.items():
         assert count["fprop"] and count["wgrad"] and bool(count["dgrad"]) == (name != "0"), audit.products
-    (_, _, has), *_ = fp8_backends.training.conversion.prepared_roots(model)
+    (_, _, has), *_ = fp8_backends.convert.conversion.prepared_roots(model)
     # on Hopper dgrad multiplies a transposed copy; E4M3 weights are their own codes
     assert has.compute.transient_bytes_per_element(model[0]) == (1.0 if level in IN_E4M3 else 2.0)
     weights = [model[index].weight for index in (0, 2, 4)]
@@ -140,7 +140,7 @@ def test_resume_to_the_bit(tmp_path):
     for index in range(3):
         step(model, optimizer, index)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    compute = fp8_backends.training.conversion.prepared_roots(model)[0][2].compute
+    compute = fp8_backends.convert.conversion.prepared_roots(model)[0][2].compute
     scaling = compute.scaling_state(model)
     unbroken = [step(model, optimizer, index) for index in range(3, 6)]
     again, its_optimizer = new()

@@ -25,8 +25,8 @@ import fp8_backends
 from fp8_backends import BackendUnavailableError, FP8BackendError, TERecipeKwargs, prepare, resolve
 from fp8_backends.compute import registry
 from fp8_backends.compute.te.linear import TELinear
-from fp8_backends.training import conversion
-from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.convert import conversion
+from fp8_backends.convert.conversion import prepared_roots
 
 
 def prepared(spec, recompute=None):

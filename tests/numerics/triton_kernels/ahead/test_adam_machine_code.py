@@ -6,8 +6,8 @@ import pytest
 import torch
 from ahead_of_time import MachineCode, compiled
 
-from fp8_backends.numerics.kernels import triton_adam
-from fp8_backends.numerics.kernels.adam_table import Kind
+from fp8_backends.kernels import triton_adam
+from fp8_backends.kernels.adam_table import Kind
 
 E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 ROOT8 = torch.uint8

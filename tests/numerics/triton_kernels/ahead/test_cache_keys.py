@@ -12,8 +12,8 @@ from test_adam_machine_code import KINDS
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITCallable, JITFunction
 
-from fp8_backends.numerics import kernels
-from fp8_backends.numerics.kernels import triton_adam
+from fp8_backends import kernels
+from fp8_backends.kernels import triton_adam
 
 
 def functions() -> Iterator[JITCallable]:

@@ -7,8 +7,8 @@ import pytest
 from ahead_of_time import MachineCode, compiled
 from test_quantize_machine_code import CASTS, SCALES, assert_fast, assert_rounds_as_the_reference, split
 
-from fp8_backends.numerics.kernels import triton_groups
-from fp8_backends.numerics.kernels.triton_quantize import AMAX_ROW_TILE, CAST_TILE, limits
+from fp8_backends.kernels import triton_groups
+from fp8_backends.kernels.triton_matrix import AMAX_ROW_TILE, CAST_TILE, limits
 
 SIZES = ("rows", "columns", "places", "padded_columns", "matrix_stride", "row_stride")
 LARGE = dict.fromkeys(SIZES, "i32:16")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from ahead_of_time import compiled
 
-from fp8_backends.numerics.kernels import triton_loss
+from fp8_backends.kernels import triton_loss
 
 POINTERS = {"label_ptr": "*i64", "loss_ptr": "*fp32"}
 NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on_label": "fp32", "on_all": "fp32"}

@@ -6,7 +6,7 @@ import pytest
 import triton.language as tl
 from ahead_of_time import compiled
 
-from fp8_backends.numerics.kernels import triton_messages
+from fp8_backends.kernels import triton_messages
 
 TABLE = {"table_ptr": "*i64", "parts": "i32", "messages_ptr": "*u8"}
 SIZES = {"columns": "i32:16", "stride": "i32:16"}

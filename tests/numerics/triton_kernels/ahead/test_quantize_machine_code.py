@@ -7,10 +7,10 @@ import re
 import pytest
 from ahead_of_time import MachineCode, compiled
 
-from fp8_backends.numerics.kernels import triton_block_quantize as blocks
-from fp8_backends.numerics.kernels import triton_quantize as tensorwise
-from fp8_backends.numerics.kernels.triton_quantize import AMAX_ROW_TILE, AMAX_TILE, CAST_TILE, limits
-from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS
+from fp8_backends.formats.scaling import MX, SQUARES, VECTORS
+from fp8_backends.kernels import triton_blocks as blocks
+from fp8_backends.kernels import triton_matrix as tensorwise
+from fp8_backends.kernels.triton_matrix import AMAX_ROW_TILE, AMAX_TILE, CAST_TILE, limits
 
 LARGE = {"rows": "i32:16", "columns": "i32:16", "row_stride": "i32:16"}
 ODD = {"rows": "i32", "columns": "i32", "row_stride": "i32"}

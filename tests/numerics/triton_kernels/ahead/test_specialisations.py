@@ -10,9 +10,9 @@ from ahead_of_time import HOPPER
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
-from fp8_backends.numerics.scaling import ROWS, VECTORS
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.formats.scaling import ROWS, VECTORS
+from fp8_backends.kernels import triton_blocks, triton_matrix
 
 
 class NoGPU:
@@ -54,7 +54,7 @@ def compiled(monkeypatch):
         return made
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
-    for module in (triton_quantize, triton_block_quantize):
+    for module in (triton_matrix, triton_blocks):
         for kernel in (each for each in vars(module).values() if isinstance(each, JITFunction)):
             monkeypatch.setattr(kernel, "device_caches", collections.defaultdict(kernel.create_binder))
     driver.set_active(NoGPU())  # this process has no other, and none before
@@ -71,9 +71,9 @@ def test_one_scale(compiled):
     for tokens in TOKENS:
         x = torch.randn(tokens, 64)
         for fmt, row in ((E4M3, 0), (E4M3, 1), (E5M2, 2)):
-            triton_quantize.quantize(x, fmt)
+            triton_matrix.quantize(x, fmt)
             scale = states.view(torch.float32)[row, 0]
-            triton_quantize.quantize(x, fmt, scale, record=states[row, 2])
+            triton_matrix.quantize(x, fmt, scale, record=states[row, 2])
     assert compiled == {"_amax_kernel": 1, "_cast_kernel": 3 * 2 * 2}, (
         "rows: 1, multiples of 16, others; rules; formats"
     )
@@ -82,7 +82,7 @@ def test_one_scale(compiled):
 def test_scales_along_rows_and_columns(compiled):
     for tokens in TOKENS:
         for rows, columns in ((True, True), (True, False)):
-            triton_block_quantize.quantize_blocks(torch.randn(tokens, 64), ROWS, E4M3, rows, columns)
-        triton_block_quantize.quantize_blocks(torch.randn(tokens, 64), VECTORS, E4M3)
+            triton_blocks.quantize_blocks(torch.randn(tokens, 64), ROWS, E4M3, rows, columns)
+        triton_blocks.quantize_blocks(torch.randn(tokens, 64), VECTORS, E4M3)
     rows = {"_line_amax_kernel": 1, "_line_cast_kernel": 3, "_sweep_kernel": 1}
     assert compiled == rows | {"_vectors_kernel": 3}

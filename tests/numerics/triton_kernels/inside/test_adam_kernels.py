@@ -7,9 +7,9 @@ import pytest
 import torch
 from adam_cases import CASES, OPTIONS, check, hyper_of, jobs, slot, with_record
 
-from fp8_backends.numerics.kernels import triton_adam
-from fp8_backends.numerics.kernels.adam import AdamSteps, Job, Slot
-from fp8_backends.numerics.kernels.adam_table import AdamTable
+from fp8_backends.kernels import triton_adam
+from fp8_backends.kernels.adam import AdamSteps, Job, Slot
+from fp8_backends.kernels.adam_table import AdamTable
 
 KINDS = ["O1", "O2", "O2 blocks", "all blocks", "embedding", "bf16", "other formats", "O4", "O4 blocks of 32"]
 KINDS += ["O4 embedding"]

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2, FP16, saturating_cast
-from fp8_backends.numerics.kernels import triton_common as common
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2, FP16, saturating_cast
+from fp8_backends.kernels import triton_common as common
 
 BLOCK = 2**15
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.numerics.kernels import triton_gate
+from fp8_backends.kernels import triton_gate
 
 
 def test_only_real_tensors_in_eager_mode_go_to_the_kernels(monkeypatch):

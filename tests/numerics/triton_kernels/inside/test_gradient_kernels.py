@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.kernels import backward as gradients
-from fp8_backends.numerics.kernels import triton_gradients
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.formats.formats import E4M3
+from fp8_backends.kernels import backward as gradients
+from fp8_backends.kernels import triton_gradients
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 

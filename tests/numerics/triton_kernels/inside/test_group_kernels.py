@@ -11,13 +11,13 @@ from expert_families import make_experts, routed
 from test_quantize_kernels import assert_same
 from triton.runtime.interpreter import InterpretedFunction
 
-from fp8_backends.compute.native import grouped_products, grouped_scaling
-from fp8_backends.compute.native.grouped_products import Groups
-from fp8_backends.numerics.formats import E4M3, E5M2
-from fp8_backends.numerics.kernels import triton_gate
+from fp8_backends import preparation
+from fp8_backends.compute.experts import grouped_products, grouped_scaling
+from fp8_backends.compute.experts.grouped_products import Groups
+from fp8_backends.formats.formats import E4M3, E5M2
+from fp8_backends.kernels import triton_gate
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.training import preparation
 
 SIZES = {
     "of odd sizes, some empty": [0, 37, 0, 3, 90],

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
-from fp8_backends.numerics.kernels import triton_loss, triton_messages, triton_quantize
+from fp8_backends.kernels import triton_loss, triton_matrix, triton_messages
 
 ALMOST = 2**31 - 100
 """A number of elements to which nothing can be added."""
@@ -28,10 +28,10 @@ def programs(monkeypatch):
 
 def test_an_amax(programs):
     programs(1, 2**21)
-    tile = triton_quantize.AMAX_TILE
+    tile = triton_matrix.AMAX_TILE
     x, partials = torch.randn(2 * tile.columns), torch.zeros(2, dtype=torch.int32)
     sizes = 1, ALMOST, ALMOST, -(-ALMOST // tile.columns)
-    triton_quantize._amax_kernel[(1,)](x, partials, *sizes, False, **triton_quantize.tiling(tile))
+    triton_matrix._amax_kernel[(1,)](x, partials, *sizes, False, **triton_matrix.tiling(tile))
     assert partials.view(torch.float32)[1] == x[tile.columns :].abs().max()
 
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.numerics.kernels import triton_block_quantize, triton_quantize
-from fp8_backends.numerics.scaled_tensor import quantize
-from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT
+from fp8_backends.convert.conversion import convert
+from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT
+from fp8_backends.kernels import triton_blocks, triton_matrix
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
-from fp8_backends.training.conversion import convert
+from fp8_backends.tensors.scaled_tensor import quantize
 
 COMPUTE = NativeCompute()
 SCALINGS = ["dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8"]
@@ -22,7 +22,7 @@ SCALINGS = ["dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8"]
 def launched(monkeypatch):
     """The layouts (rows, columns) that kernels were asked for, in order."""
     asked = []
-    for module, name in ((triton_quantize, "quantize"), (triton_block_quantize, "quantize_blocks")):
+    for module, name in ((triton_matrix, "quantize"), (triton_blocks, "quantize_blocks")):
         original = getattr(module, name)
 
         def watched(*args, original=original, **named):

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp8_backends.compute.deferred_logits import DeferredLogits
+from fp8_backends.compute.head.deferred_logits import DeferredLogits
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.numerics.kernels import triton_loss
+from fp8_backends.kernels import triton_loss
 from fp8_backends.recipes.handlers import resolve
 
 IGNORED = -100

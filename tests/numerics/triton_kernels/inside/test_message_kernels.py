@@ -6,9 +6,9 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.numerics.kernels import messages, triton_messages
-from fp8_backends.numerics.kernels.layouts import BLOCK, Part
-from fp8_backends.numerics.kernels.triton_messages import tables
+from fp8_backends.kernels import messages, triton_messages
+from fp8_backends.kernels.layouts import BLOCK, Part
+from fp8_backends.kernels.triton_messages import tables
 
 
 @pytest.mark.parametrize("rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)])

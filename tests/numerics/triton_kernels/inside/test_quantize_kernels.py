@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.numerics.kernels import triton_block_quantize, triton_gate, triton_quantize
-from fp8_backends.numerics.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
-from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.formats import scaling
+from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.kernels import triton_blocks, triton_gate, triton_matrix
+from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -62,16 +62,16 @@ def assert_same(found: Layouts, expected: Layouts) -> None:
 @DTYPES
 def test_dynamic(fmt, dtype):
     x = matrix(70, 140, dtype)
-    assert_same(triton_quantize.quantize(x, fmt), expected_of(x, fmt))
+    assert_same(triton_matrix.quantize(x, fmt), expected_of(x, fmt))
 
 
 def test_a_given_scale_takes_one_pass(monkeypatch):
-    monkeypatch.setattr(triton_quantize, "_amax_kernel", None)
+    monkeypatch.setattr(triton_matrix, "_amax_kernel", None)
     x, scale = matrix(70, 140), torch.tensor(3.7)
-    found = triton_quantize.quantize(x, E5M2, scale)
+    found = triton_matrix.quantize(x, E5M2, scale)
     assert_same(found, expected_of(x, E5M2, scale))
     assert (found.codes.float().abs().nan_to_num() < E5M2.max).all()
-    assert_same(triton_quantize.quantize(x * 1000, E4M3, scale), expected_of(x * 1000, E4M3, scale))  # saturates
+    assert_same(triton_matrix.quantize(x * 1000, E4M3, scale), expected_of(x * 1000, E4M3, scale))  # saturates
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["dynamic", "given"])
@@ -79,7 +79,7 @@ def test_one_inf_shows_in_the_scale(scale):
     """In any tile, the last one of four too."""
     x = matrix(70, 140)
     x[-1, -1] = -torch.inf
-    found = triton_quantize.quantize(x, E4M3, scale)
+    found = triton_matrix.quantize(x, E4M3, scale)
     assert_same(found, expected_of(x, E4M3, scale))
     assert found.scale_inv.isnan() and found.codes[-1, -1] == -448 and found.transposed[-1, -1] == -448
 
@@ -94,7 +94,7 @@ def test_rules_of_the_levels(rule, with_nan):
     for rolls in (scaling.WINDOW - 1, scaling.WINDOW):
         state[scaling.ROLLS] = rolls
         before = state.clone()
-        found = triton_quantize.quantize(x, E4M3, rule=rule, window_state=state)
+        found = triton_matrix.quantize(x, E4M3, rule=rule, window_state=state)
         assert_same(found, expected_of(x, E4M3, rule=rule, state=state))
         assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(state, before)
 
@@ -110,7 +110,7 @@ def test_the_cast_itself_records_the_amax(rule):
         x = matrix(70, 140).nan_to_num() * factor
         x[1, 1] = odd
         newest = state.select(0, scaling.WEIGHT).select(0, scaling.HISTORY)
-        found = triton_quantize.quantize(x, E4M3, scale, **named, record=newest)
+        found = triton_matrix.quantize(x, E4M3, scale, **named, record=newest)
         assert_same(found, expected_of(x, E4M3, scale, **named))
         keep(plain, scaling.WEIGHT, found.amax)
         assert torch.equal(bits(state.view(torch.float32)), bits(plain.view(torch.float32))), odd
@@ -118,21 +118,21 @@ def test_the_cast_itself_records_the_amax(rule):
 
 def test_results_are_zeroed_many_at_a_time(monkeypatch):
     """And each is used once, in whatever mode it was made."""
-    made, zeroed = [], triton_quantize._zeroed_results
-    monkeypatch.setattr(triton_quantize, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
-    monkeypatch.setattr(triton_quantize, "_thread", threading.local())
-    monkeypatch.setattr(triton_quantize, "_RESULTS", 8)
+    made, zeroed = [], triton_matrix._zeroed_results
+    monkeypatch.setattr(triton_matrix, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
+    monkeypatch.setattr(triton_matrix, "_thread", threading.local())
+    monkeypatch.setattr(triton_matrix, "_RESULTS", 8)
     x, one = matrix(2, 3).nan_to_num(), torch.ones(())
     with torch.inference_mode():
-        found = [triton_quantize.quantize(x, E4M3, one)]
-    found += [triton_quantize.quantize(x * i, E4M3, one) for i in range(2, 14)]
+        found = [triton_matrix.quantize(x, E4M3, one)]
+    found += [triton_matrix.quantize(x * i, E4M3, one) for i in range(2, 14)]
     assert len(made) == 2 and not any(each.scale_inv.is_inference() for each in found)
     assert [each.amax.item() for each in found] == [(x * i).abs().max().item() for i in range(1, 14)]
     found[0].scale_inv.mul_(1.0)
     assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another that waits for backward
     assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
     monkeypatch.setattr(triton_gate, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
-    triton_quantize.quantize(x, E4M3, one)
+    triton_matrix.quantize(x, E4M3, one)
     assert len(made) == 3 and made[-1][1] == 1
 
 
@@ -142,15 +142,15 @@ def test_a_weight_stored_as_scaled_fp16():
     data = matrix(70, 140, torch.float16)
     values = data.float() * stored
     for rule, scale in ((DYNAMIC, None), (DYNAMIC, torch.tensor(96.0)), (POWER_OF_TWO, None)):
-        found = triton_quantize.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
+        found = triton_matrix.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
         assert_same(found, expected_of(values, E4M3, scale, rule))
         amax = expected_of(values, E4M3, scale, rule).amax / stored  # as the optimizer's step leaves it
-        found = triton_quantize.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax)
+        found = triton_matrix.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax)
         assert_same(found, expected_of(values, E4M3, scale, rule))
     for blocks in (ROWS, VECTORS, SQUARES, MX):
-        found = triton_block_quantize.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
+        found = triton_blocks.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
         assert_same(found, in_blocks(values, blocks, E4M3))
-    found = triton_block_quantize.quantize_blocks(data, ROWS, E4M3, columns=False, stored_scale_inv=stored)
+    found = triton_blocks.quantize_blocks(data, ROWS, E4M3, columns=False, stored_scale_inv=stored)
     assert_same(found, Layouts(*ROWS.quantize(values, E4M3)))
 
 
@@ -164,9 +164,9 @@ def test_one_layout_alone(x, rows, columns):
         fields[kept] = made[kept]
         return Layouts(*fields, made.amax)
 
-    assert_same(triton_quantize.quantize(x, E4M3, None, rows, columns), alone(expected_of(x, E4M3)))
+    assert_same(triton_matrix.quantize(x, E4M3, None, rows, columns), alone(expected_of(x, E4M3)))
     for blocks in (ROWS, VECTORS, SQUARES, MX):
-        found = triton_block_quantize.quantize_blocks(x, blocks, E4M3, rows, columns)
+        found = triton_blocks.quantize_blocks(x, blocks, E4M3, rows, columns)
         assert_same(found, alone(in_blocks(x, blocks, E4M3)))
 
 
@@ -183,21 +183,21 @@ STRIDES = {
 @pytest.mark.parametrize("view", STRIDES)
 def test_strides(view):
     x = STRIDES[view](matrix(50, 70))
-    assert_same(triton_quantize.quantize(x, E4M3), expected_of(x, E4M3))
-    assert_same(triton_block_quantize.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
-    assert_same(triton_block_quantize.quantize_blocks(x, MX, E4M3), in_blocks(x, MX, E4M3))
+    assert_same(triton_matrix.quantize(x, E4M3), expected_of(x, E4M3))
+    assert_same(triton_blocks.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
+    assert_same(triton_blocks.quantize_blocks(x, MX, E4M3), in_blocks(x, MX, E4M3))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
 def test_empty(shape):
     x = torch.empty(shape, dtype=torch.bfloat16)
     for scale in (None, torch.tensor(4.0)):
-        found = triton_quantize.quantize(x, E4M3, scale)
+        found = triton_matrix.quantize(x, E4M3, scale)
         assert found.codes.shape == shape and found.transposed.shape == shape[::-1]
         assert found.amax == 0 and found.scale_inv == (1.0 if scale is None else 0.25)
     for blocks in (VECTORS, SQUARES, MX):
-        assert_same(triton_block_quantize.quantize_blocks(x, blocks, E4M3), in_blocks(x, blocks, E4M3))
-    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3)
+        assert_same(triton_blocks.quantize_blocks(x, blocks, E4M3), in_blocks(x, blocks, E4M3))
+    found = triton_blocks.quantize_blocks(x, ROWS, E4M3)
     assert found.scale_inv.shape == (shape[0], 1) and found.transposed_scale_inv.shape == (shape[1], 1)
     assert (found.scale_inv == 1).all() and (found.transposed_scale_inv == 1).all()
 
@@ -205,13 +205,13 @@ def test_empty(shape):
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax_of_many_tiles(keep_nan, monkeypatch):
     """More than there are programs: each takes every second. With gaps between the rows, and without."""
-    monkeypatch.setattr(triton_quantize, "AMAX_PROGRAMS", 2)
+    monkeypatch.setattr(triton_matrix, "AMAX_PROGRAMS", 2)
     for x in (torch.randn(5, 8192, dtype=torch.bfloat16), torch.randn(40, 1025)[:, 1:]):
         for i, j in ((0, 0), (x.shape[0] // 2, 700), (-1, -1)):
             x[i, j] = 3.0 * x.abs().max()
-            assert torch.equal(triton_quantize.amax(x, keep_nan), x.abs().max().float())
+            assert torch.equal(triton_matrix.amax(x, keep_nan), x.abs().max().float())
         x[-1, 0] = torch.nan
-        found = triton_quantize.amax(x, keep_nan)
+        found = triton_matrix.amax(x, keep_nan)
         assert found.isnan() if keep_nan else found == scaling.without_nan(x).abs().max()
 
 
@@ -226,18 +226,18 @@ def test_blocks(blocks, fmt, dtype):
     x = matrix(130, 150, dtype, low=-44, high=38)
     x[3, 3] = torch.inf
     x[7, :32] = fmt.max * 2.0**-127  # mxfp8's smallest scale, without anything to round up
-    assert_same(triton_block_quantize.quantize_blocks(x, blocks, fmt), in_blocks(x, blocks, fmt))
+    assert_same(triton_blocks.quantize_blocks(x, blocks, fmt), in_blocks(x, blocks, fmt))
 
 
 def test_rows_of_more_than_one_tile():
     """Read twice by one program, where nothing is wanted of the columns."""
     x = matrix(5, 2100).flip(1)  # the largest first
-    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3, columns=False)
+    found = triton_blocks.quantize_blocks(x, ROWS, E4M3, columns=False)
     assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))
 
 
 def test_rows_and_columns_of_more_than_one_strip():
     x = matrix(70, 1100).flip(1)
-    assert_same(triton_block_quantize.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
-    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3, rows=False)
+    assert_same(triton_blocks.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
+    found = triton_blocks.quantize_blocks(x, ROWS, E4M3, rows=False)
     assert_same(found, Layouts(None, None, *ROWS.quantize(x.t(), E4M3)))

@@ -1,0 +1,360 @@
+"""Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
+
+`finegrained_fp8` is read by transformers' FineGrainedFP8Config, and has `weight_scale_inv`: one scale for 128 x 128
+values. `compressed-tensors` is read by transformers with that package, and has `weight_scale`: one, one a row, or one
+for 128 x 128 values of a weight [out, in].
+
+Codes are E4M3 and scales FP32: value = code * scale. A scale for more values than the file's grid is repeated, so
+coarser codes fit into a finer grid unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..announcement import announce, is_main_process
+from ..compute import registry
+from ..compute.conv1d import is_conv1d
+from ..compute.fields import check_known
+from ..convert import quantized_layers
+from ..convert.conversion import prepared_roots, unwrapped
+from ..convert.weight_products import Found, find_weight_products
+from ..errors import FP8BackendError, on_all_ranks
+from ..formats.formats import E4M3
+from ..formats.scaling import ROWS, SQUARES, Quantized
+from ..kernels import quantize as quantization
+from ..kernels.layouts import POWER_OF_TWO
+from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
+from ..tensors.sharded_tensor import is_distributed
+from ..torch_tools.modules import check_is_module, plain_name
+from ..words import by_reason, counted, listed
+
+TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
+"""Values under one scale: all, a row, 128 x 128. The words of compressed-tensors."""
+IN_WORDS = {
+    TENSOR: "one scale for all values",
+    CHANNEL: "one scale for a row",
+    BLOCK: "one scale for 128 x 128 values",
+    None: "scales of another kind",
+}
+FITS_INTO = {TENSOR: (TENSOR, CHANNEL, BLOCK), CHANNEL: (CHANNEL,), BLOCK: (BLOCK,)}
+"""Grids of a file for the unchanged codes of a grid."""
+SIDE = SQUARES.rows
+
+
+@dataclass
+class Export:
+    """A record of `export`."""
+
+    folder: str
+    format: str
+    grid: str
+    """Values of a weight under one scale in the file: `tensor`, `channel` (a row) or `block` (128 x 128)."""
+    exact: list[str] = field(default_factory=list)
+    """Layers with the current codes of their products."""
+    rounded: dict[str, str] = field(default_factory=dict)
+    """Layers whose exact weights were rounded to codes for the file, with the reason."""
+    high_precision: dict[str, str] = field(default_factory=dict)
+    """The other weights, unchanged in the file, with the reason."""
+
+    def __str__(self) -> str:
+        parts = [f"{counted(len(self.exact), 'weight')} as the FP8 codes that training used"] if self.exact else []
+        parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in by_reason(self.rounded.items())]
+        high = by_reason(self.high_precision.items())
+        parts += [f"{listed(names)} in high precision ({why})" for why, names in high]
+        return f"{self.folder}, {self.format}: {'; '.join(parts)}"
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    format: str = "finegrained_fp8",
+    *,
+    max_shard_size: int | str = "50GB",
+) -> Export:
+    """Write a prepared transformers model as an FP8 checkpoint for stock `from_pretrained`.
+
+    FP8 layers are written as E4M3 codes and scales, everything else unchanged. If the format has scales for the codes
+    of training, these are written bit-exactly; else the weights are rounded to codes. The model stays unchanged.
+
+    On several ranks all of them call it, and the first writes.
+
+    Args:
+        model: a prepared transformers model, possibly inside DDP, FSDP2 or `torch.compile`.
+        folder: for `config.json` and `model.safetensors`, as with `save_pretrained`. Save a tokenizer separately.
+        format: `finegrained_fp8`, transformers' own, with a scale for 128 x 128 values; or `compressed-tensors`, with
+            the scales of the recipe.
+        max_shard_size: of one file, as in `save_pretrained`.
+
+    Raises:
+        RecipeError: an unknown format.
+        FP8BackendError: another kind of model, a weight is not finite, or nothing would be in FP8.
+    """
+    check_known("format", format, FORMATS)
+    fmt = FORMATS[format]
+    check_is_module(model)
+    model = unwrapped(model)
+    layers, reasons = _split(model)
+    shapes = [(layer.product.out_features, layer.product.in_features) for layer in layers.values()]
+    # codes are made twice: those of all layers at once would take a byte an element
+    grids = [grid_of(_codes_of(layer)) for layer in layers.values()]
+    grid = _grid_for(fmt, list(zip(shapes, grids, strict=True)))
+    result = Export(os.fspath(folder), format, grid, high_precision=reasons)
+
+    def state_to_write() -> None:
+        state.update(_state(model, layers, fmt, result))
+        if not result.exact and not result.rounded:
+            groups = by_reason(result.high_precision.items())
+            texts = "; ".join(f"{listed(names)}: {why}" for why, names in groups)
+            raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {texts}")
+
+    def write() -> None:
+        quantized_layers.save_plain(model)
+        with _quantization_config(model, fmt, result):
+            model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
+
+    state: dict[str, torch.Tensor] = {}
+    on_all_ranks("export", state_to_write)
+    on_all_ranks("export", write if is_main_process() else lambda: None)
+    announce(f"exported: {result}")
+    return result
+
+
+def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
+    """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged. Raise
+    `FP8BackendError` for other models."""
+    if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
+        name = type(model).__name__
+        raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
+    weights = find_weight_products(model)
+    if any(weight.product.kind == "adapter" for weight in weights) or hasattr(model, "peft_config"):
+        raise FP8BackendError(
+            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), prepare(model, None, spec) first"
+        )
+    if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
+        raise FP8BackendError(
+            f"{listed(foreign)}: FP8 layers of a file: call fp8_backends.checkpoints.dequantize(model) before prepare"
+        )
+    if not any(weight.conversion for weight in weights):
+        raise FP8BackendError(
+            'no layer of this model is prepared: fp8_backends.prepare(model, None, "native:blockwise") comes first'
+        )
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(plain_name(name))
+    reported = {
+        plain_name(f"{prefix}.{name}".strip(".")): why
+        for prefix, _, prepared in prepared_roots(model)
+        for name, why in prepared.report.high_precision.items()
+    }
+    layers, reasons = {}, {}
+    for weight in weights:
+        name = weight.product.name
+        if weight.conversion is None:
+            reasons[name] = reported.get(name) or weight.product.reason
+        elif weight.part:
+            reasons[name] = "the weights of experts lie in one Parameter"
+        elif is_conv1d(weight.module):
+            reasons[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
+        elif others := [other for other in owners[id(weight.module.weight)] if other != f"{name}.weight"]:
+            reasons[name] = f"its weight is that of {', '.join(others)} too"
+        else:
+            layers[name] = weight
+    return layers, reasons
+
+
+def _codes_of(layer: Found) -> Quantized | None:
+    """Return the current codes of a converted layer; None if its backend hides them."""
+    return registry.get_compute(layer.conversion.recipe.compute).weight_codes(layer.module)
+
+
+def _state(
+    model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the file, on the CPU, by name; empty on ranks that do not write. Record the layers in the
+    result."""
+    writes, state, whole = is_main_process(), {}, {}
+    for full_name, value in model.state_dict(keep_vars=True).items():
+        name = plain_name(full_name)
+        layer = name.removesuffix(".weight")
+        stored = None
+        if layer != name and layer in layers:
+            stored = _stored(layer, value, _codes_of(layers[layer]), fmt, result)
+        if stored is None:
+            if id(value) not in whole and (writes or is_distributed(value)):
+                whole[id(value)] = value, _whole(value)
+            new = {name: whole[id(value)][1]} if writes else {}  # ties stay ties
+        else:
+            rows, columns = stored.codes.shape
+            shapes = {TENSOR: fmt.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}
+            scales = stored.scale_inv.expand(shapes[result.grid]).clone()
+            new = {name: stored.codes, f"{layer}.{fmt.scale}": scales}
+        if writes:
+            state |= new
+    return state
+
+
+def _stored(
+    name: str, weight: torch.Tensor, codes: Quantized | None, fmt: CheckpointFormat, result: Export
+) -> Quantized | None:
+    """Return the codes of a layer for the file, and record it in the result; None to write the weight itself."""
+    grid = grid_of(codes)
+    is_exact = result.grid in FITS_INTO.get(grid, ())
+    if not is_exact:
+        why = f"its codes have {IN_WORDS[grid]}, and the file has {IN_WORDS[result.grid]}"
+        if codes is None:
+            why = "it is sharded" if is_distributed(weight) else "its backend does not tell its codes"
+        codes = rounded(_whole(weight), result.grid)
+    if not bool(torch.isfinite(codes.scale_inv).all()) or bool(torch.isnan(codes.codes.float()).any()):
+        raise FP8BackendError(f"{name}: its weight is not finite; nothing was written")
+    scales_are_equal = bool((codes.scale_inv == codes.scale_inv.reshape(-1)[0]).all())
+    if reason := fmt.unfit(tuple(codes.codes.shape), result.grid, scales_are_equal):
+        result.high_precision[name] = reason
+        return None
+    if is_exact:
+        result.exact.append(name)
+    else:
+        result.rounded[name] = why
+    return Quantized(codes.codes.detach().cpu(), codes.scale_inv.detach().cpu())
+
+
+@torch.no_grad()
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """Return exact plain values of a Parameter or buffer on the CPU. All ranks call it for a shard."""
+    if is_distributed(value):
+        return dequantize_shards(value).full_tensor().cpu()
+    return (value.exact() if isinstance(value, ScaledTensor) else value.detach()).cpu()
+
+
+@contextlib.contextmanager
+def _quantization_config(model: nn.Module, fmt: CheckpointFormat, result: Export) -> Iterator[None]:
+    """Describe the codes in the model's configuration inside, and hide the ranks: transformers would wait for all of
+    them, and only one writes."""
+    # the name of a Parameter excludes its module
+    parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(model) if weight.part}
+    plain = sorted({name.removesuffix(parts.get(name, "")) for name in result.high_precision})
+    attributes = model.config.__dict__
+    before = {name: attributes.pop(name, None) for name in ("quantization_config", "distributed_config")}
+    model.config.quantization_config = fmt.config(result.grid, plain, [*result.exact, *result.rounded])
+    try:
+        yield
+    finally:
+        del model.config.quantization_config
+        attributes.update({name: value for name, value in before.items() if value is not None})
+
+
+# Grids
+
+
+def grid_of(codes: Quantized | None) -> str | None:
+    """Return the grid of codes; None without codes, or without a format for the grid (MXFP8)."""
+    if codes is None or codes.codes.dtype != E4M3.dtype or codes.scale_inv.dtype != torch.float32:
+        return None
+    rows, columns = codes.codes.shape
+    shapes = {(): TENSOR, (rows, 1): CHANNEL, _blocks_of(rows, columns): BLOCK}  # one block is a block
+    return shapes.get(tuple(codes.scale_inv.shape))
+
+
+def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
+    """Return the coarsest grid for the unchanged codes of most weights; without any, the finest for most weights
+    rounded. `weights`: shape and grid of each."""
+
+    def worth(grid: str) -> tuple[int, ...]:
+        fit = [codes for shape, codes in weights if fmt.unfit(shape, grid, codes == TENSOR) is None]
+        exact = sum(grid in FITS_INTO.get(codes, ()) for codes in fit)
+        fineness = fmt.grids.index(grid)
+        return (exact, -fineness) if exact else (0, len(fit), fineness)
+
+    return max(fmt.grids, key=worth)
+
+
+def rounded(values: torch.Tensor, grid: str) -> Quantized:
+    """Quantize plain values [out, in] to a grid, with scales from their own maxima."""
+    if grid == TENSOR:
+        return quantization.quantize(values, E4M3, columns=False, rule=POWER_OF_TWO).along_columns()
+    blocks = SQUARES if grid == BLOCK else ROWS
+    return quantization.quantize_blocks(values, blocks, E4M3, columns=False).along_columns()
+
+
+def _blocks_of(*sizes: int) -> tuple[int, ...]:
+    return tuple(-(-size // SIDE) for size in sizes)
+
+
+# Formats
+
+
+def _unfit_for_finegrained(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
+    """Refuse uneven blocks: transformers without a GPU divides each size by the number of scales along it."""
+    blocks = _blocks_of(*sizes)
+    if any(size % number for size, number in zip(sizes, blocks, strict=True)):
+        return f"sizes {sizes[0]} x {sizes[1]} do not divide into equal blocks, which transformers asks for"
+    cut_alike = all(number == 1 or size == number * SIDE for size, number in zip(sizes, blocks, strict=True))
+    if cut_alike or scales_are_equal:
+        return None
+    return f"sizes {sizes[0]} x {sizes[1]} are no multiples of {SIDE}, and transformers would cut other blocks"
+
+
+def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:
+    # transformers takes each name for the end of longer ones too, and for a regular expression
+    is_end = {name: any(layer.endswith(name) for layer in in_fp8) for name in plain}
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [SIDE, SIDE],
+        "modules_to_not_convert": [f"^{re.escape(name)}$" if is_end[name] else name for name in plain],
+    }
+
+
+def _unfit_for_compressed(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
+    uneven = grid == BLOCK and sizes[1] % SIDE
+    return f"{sizes[1]} inputs do not divide into the groups of {SIDE} that blocks multiply" if uneven else None
+
+
+def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**numbers, "dynamic": False, "strategy": grid}
+    inputs = {**numbers, "dynamic": True, "strategy": "token"}
+    if grid == BLOCK:
+        weights["block_structure"] = [SIDE, SIDE]
+        inputs |= {"strategy": "group", "group_size": SIDE}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": plain,
+    }
+
+
+class CheckpointFormat(NamedTuple):
+    """A format of FP8 checkpoints."""
+
+    scale: str
+    """Name of the scales beside `weight`."""
+    grids: tuple[str, ...]
+    """Supported grids, the coarsest first."""
+    scale_of_tensor: tuple[int, ...]
+    """Shape of the scale of a whole weight."""
+    unfit: Callable[[tuple[int, int], str, bool], str | None]
+    """(shape, grid, all scales are equal) -> reason why readers would find other values; or None."""
+    config: Callable[[str, list[str], list[str]], dict[str, Any]]
+    """(grid, modules in high precision, FP8 layers) -> `quantization_config` of `config.json`."""
+
+
+FORMATS = {
+    "finegrained_fp8": CheckpointFormat("weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config),
+    "compressed-tensors": CheckpointFormat(
+        "weight_scale", (TENSOR, CHANNEL, BLOCK), (1,), _unfit_for_compressed, _compressed_config
+    ),
+}

@@ -1,0 +1,1 @@
+"""Experts of mixtures: their weights, exchange and grouped products."""

@@ -1,0 +1,367 @@
+"""Run the experts of a mixture in FP8: as `FP8Linear` does with one matrix, for a 3-D Parameter of many.
+
+Grouped products multiply tokens, sorted by expert, with their expert's weight. Every expert has its own scales, so its
+numbers are those of a Linear with its weight and its tokens. Grouped products take only E4M3: recipes with E5M2
+gradients for range (`HYBRID`) get E4M3 gradients with a scale for each row of a product instead, made just in time.
+Rules with blocks multiply expert by expert, in the recipe's own formats.
+
+A level stores the 3-D Parameter as one `ScaledTensor`. FP16 data get a scale for each expert; E4M3 data are multiplied
+as they are, with their one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...errors import FP8BackendError
+from ...formats.formats import E4M3, E5M2
+from ...formats.scaling import GRAD_OUTPUT, INPUT, ROWS, WEIGHT, Blocks, Quantized
+from ...kernels.layouts import Layouts
+from ...tensors import gathered_codes
+from ...tensors.gathered_codes import GatheredCodes
+from ...tensors.sharded_tensor import is_distributed
+from ..interface import Recipe
+from ..native.layer_rule import ALONG_CONTRACTION, DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state
+from ..native.linear import is_checkpointed
+from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
+from ..native.tensor_parallel import COLWISE, ROWWISE, Cut, cut_of_a_block, split_of
+from ..refusals import is_parallel, refuse_second_derivative
+from . import functions
+from .functions import ExpertWeight, ExpertWeights, first_weight, own_experts, own_part
+from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
+from .grouped_scaling import (
+    amaxes_of_experts,
+    amaxes_of_groups,
+    codes_of_experts,
+    delayed_scales,
+    experts_in_blocks,
+    power_of_two_scales,
+    quantize_experts,
+    quantize_groups,
+    quantize_groups_in_blocks,
+    record_amaxes,
+    rows_as_operand,
+    window_scales,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ARRIVED = ("arrived",)
+"""The key of codes from other ranks in `SharedCodes`."""
+
+_PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
+"""The rule of an unconverted weight beside a converted one."""
+
+
+def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+    """Return the reason to keep this weight in high precision, or None."""
+    if reason := functions.unfit(experts, part, recipe.fp8_params):
+        return reason
+    along = ALONG_CONTRACTION.get(recipe.scaling)
+    length = along and along.weight_blocks.columns
+    for mesh, _, size in _cuts_of(experts, experts._parameters[part]):
+        features = size // mesh.size()
+        if length and features % length:
+            return f"tensor parallelism gives each rank {features} of {size} features, {cut_of_a_block(length)}"
+    return None
+
+
+def _cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
+    """Yield (mesh, dimension of the weight, size of each packed weight in it) for each mesh of a tensor-parallel plan
+    that cuts every expert."""
+    if not (is_parallel(experts) and is_distributed(weight)):
+        return
+    mesh = weight.device_mesh
+    for index, placed in enumerate(weight.placements):
+        if not placed.is_replicate() and placed.dim and mesh.size(index) > 1:
+            size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)
+            yield mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]], placed.dim, size
+
+
+class FP8Experts(ExpertWeights):
+    """Grouped products of all experts of a module."""
+
+    @property
+    def fp8_in_eval(self) -> bool:
+        return self._any.fp8_rule.fp8_in_eval
+
+    def groups(self, ids: torch.Tensor, experts: int) -> Groups:
+        return Groups.of(ids, experts)
+
+    def product(
+        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Groups, out_dtype: torch.dtype, arrived=None
+    ) -> torch.Tensor:
+        weight, transposed = own_part(experts, part), experts.is_transposed
+        if part in self:
+            y = self[part](x, weight, groups, out_dtype, arrived)
+        else:
+            constants = None, None, _PLAIN, None, transposed, out_dtype, torch.is_grad_enabled(), False
+            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), Stored.of(weight), None)
+        if experts.has_bias:
+            y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
+        return y
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        weight = self._modules.get(first_weight(experts))
+        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
+        if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
+            return None
+        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        if self._any.fp8_rule.along is not None:  # other rules have other scales
+            self._any.fp8_shared.of_input(tokens, _ARRIVED, lambda: codes)
+
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        weight = self._any
+        return None if weight.fp8_rule.along is None else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
+
+    @property
+    def _any(self) -> FP8ExpertWeight:
+        """One of the weights; they share rule and codes."""
+        return next(iter(self.values()))
+
+
+class FP8ExpertWeight(KeepsLedger, ExpertWeight):
+    """One 3-D weight with products in FP8.
+
+    The ledger counts a product of all experts as one. Under expert parallelism `fp8_scaling` holds the states of all
+    ranks' experts; a rank records the amaxes of its own experts, and the ranks exchange them after backward.
+    """
+
+    def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
+        self.fp8_own = own_experts(*self.fp8_owner)
+        cuts = _cuts_of(self.fp8_experts[0], self.weight)
+        styles = (Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE) for mesh, dim, _ in cuts)
+        self.fp8_cut = next(styles, None)
+        """The cut of each expert's matrix by a tensor-parallel plan, or None."""
+        super().set_rule(rule, shared, history_len)
+
+    def _reset_state(self, device: torch.device) -> None:
+        self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
+        state = new_state(self.fp8_rule, self.fp8_history_len, device)
+        self.fp8_scaling = None if state is None else state.repeat(self.sizes[0], 1, 1)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
+        """Return [rows, out] from the grouped rows x [rows, in].
+
+        Args:
+            weight: the experts module's current tensor for its Parameter.
+            arrived: the codes of x for fprop, if another rank sent them.
+        """
+        self._follow(weight.device)
+        if not torch.compiler.is_compiling():
+            self.fp8_out_dtype = out_dtype
+        if len(weight) != self.fp8_own.stop - self.fp8_own.start:
+            raise FP8BackendError(
+                f"{self.fp8_part}: its experts were shared out to ranks after the model was prepared: apply the "
+                f"expert-parallel plan first, then fp8_backends.prepare(model, optimizer, spec)"
+            )
+        keep = torch.is_grad_enabled()
+        state = None if self.fp8_scaling is None else self.fp8_scaling[self.fp8_own]
+        if isinstance(weight, GatheredCodes):
+            self.fp8_recomputed = self.training and is_checkpointed()
+        with torch.no_grad():
+            stored = Stored.of(weight)
+            w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
+        constants = self.fp8_rule, self.fp8_cut, self.fp8_transposed, out_dtype, keep, keep and self.training
+        return GroupedFunction.apply(x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived)
+
+    def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
+        rule, transposed = self.fp8_rule, self.fp8_transposed
+        for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # kept codes serve all later forwards
+
+        def quantize() -> Layouts:
+            return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
+
+        if isinstance(weight, GatheredCodes):
+            amax = weight.parts.get(gathered_codes.AMAX)
+            return quantized_weight(rule, stored, state, transposed, False)._replace(amax=amax)
+        # delayed scales move with every forward; other tensors than the Parameter are new each time; codes are ready
+        if rule.scaling == "delayed" or weight is not self.weight or stored.is_in(rule.forward_format):
+            return quantize()
+        return self.fp8_shared.of_weight(self, (rule,), quantize)
+
+    def extra_repr(self) -> str:
+        experts, outputs, inputs = self.sizes
+        rows = " by rows" if gradient_by_rows(self.fp8_rule) else ""
+        rule = self.fp8_rule._replace(gradient_format=E4M3) if rows else self.fp8_rule
+        return f"{experts} experts, {inputs} -> {outputs}, {rule!r}{rows}"
+
+
+class GroupedFunction(torch.autograd.Function):
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
+
+    The weight is [experts, out, in], or [experts, in, out] if `transposed`. `cut`: the cut of each expert over ranks;
+    `keeps`: backward may follow; `records`: amaxes go into the rule's states; `w8`: `quantized_weight`; `arrived`: the
+    codes of x for fprop, if they exist.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, ledger, state, rule, cut, transposed, out_dtype, keeps, records, groups, w8, stored, arrived
+    ):
+        needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
+        saved_for_wgrad = (x, None) if needs_wgrad else ()
+        saved_for_dgrad = ()
+        x8 = _quantized_input(rule, cut, x, groups, state, needs_wgrad, arrived)
+        if rule.high_precision[FPROP]:
+            y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
+        else:
+            operands = x8.along_columns(), w8.along_columns()
+            y = grouped_product(*operands, groups, rule.grouped_scaling, out_dtype, fast_accumulation=True)
+            y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
+        amaxes = (None, None)
+        if state is not None and records:
+            amaxes = x8.amax, None if rule.scaling == "window" else w8.amax
+        if ledger is not None:
+            _record(rule, state, INPUT, amaxes[0])
+            _record(rule, state, WEIGHT, amaxes[1])
+            ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
+        if needs_wgrad and not rule.high_precision[WGRAD]:
+            saved_for_wgrad = x8.along_rows()
+        gathered = isinstance(weight, GatheredCodes)
+        if needs_dgrad and not (gathered or rule.dgrad_reads_weight):
+            saved_for_dgrad = w8.along_rows()
+        elif needs_dgrad:  # as the Parameter if it is gathered again for backward, as in `LinearFunction`
+            saved_for_dgrad = (weight, None) if gathered or stored.scale_inv is None else stored
+        ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
+        ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = ledger, state, rule, cut, transposed
+        ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivative()
+        saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+        rule, groups, saved = ctx.rule, Groups(*saved[:6]), saved[6:]
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
+        fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
+        dx = dw = dy8 = None
+        if fp8_dgrad or fp8_wgrad:
+            dy8 = _quantized(rule, ctx.cut, dy, groups, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
+            amax = None if ctx.state is None else dy8.amax  # None for a gradient by rows
+            _record(rule, ctx.state, GRAD_OUTPUT, amax)
+            ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
+        if needs_dgrad:
+            dx = _dgrad(rule, ctx.cut, dy, dy8, Stored(*saved[-2:]), ctx.transposed, groups)
+            dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
+        if needs_wgrad:
+            dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
+            dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
+        return dx, dw, *(None,) * 12
+
+
+def gradient_by_rows(rule: LayerRule) -> bool:
+    """Return True if the gradient has a scale for each row of each product."""
+    return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
+
+
+def quantized_weight(
+    rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut: Cut | None = None
+) -> Layouts:
+    """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and for dgrad if the same
+    codes serve. Empty layouts if no product reads them. `state`: of the delayed rule, read-only."""
+    rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
+    return oriented_layouts(rule, cut, stored, transposed, state, rows, columns) if rows or columns else Layouts()
+
+
+def oriented_layouts(rule, cut, stored: Stored, transposed, state, rows: bool, columns: bool) -> Layouts:
+    """Quantize a weight as [experts, out, in]."""
+    fmt = rule.forward_format
+    if rule.has_blocks:
+        blocks = rule.along.weight_blocks
+        along_columns = experts_in_blocks(stored, blocks, fmt, transposed) if rows else (None, None)
+        along_rows = experts_in_blocks(stored, blocks, fmt, not transposed) if columns else (None, None)
+        return Layouts(*along_columns, *along_rows)
+    rows, columns = (columns, rows) if transposed else (rows, columns)
+    split = split_of(cut, WEIGHT)
+    if split is not None and transposed:
+        split = split._replace(dim=1 - split.dim)
+    if stored.is_in(fmt):
+        w8 = codes_of_experts(*stored)
+    else:
+        scales = None
+        if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
+            amax = amaxes_of_experts(*stored, keep_nan=True)
+            scales = power_of_two_scales(amax if split is None else split.agreed(amax), fmt)
+        elif state is not None:
+            scales = delayed_scales(state, WEIGHT)
+        lines = rule.along is not None
+        w8 = quantize_experts(stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split)
+    return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
+
+
+def _quantized_input(
+    rule: LayerRule, cut, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool, arrived: Quantized | None
+) -> Layouts:
+    """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
+    rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
+    if rows and arrived is not None:
+        by_rows = arrived if rule.has_blocks else rows_as_operand(arrived, groups)
+        x8 = _quantized(rule, cut, x, groups, state, INPUT, False, True) if columns else Layouts()
+        return x8._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
+    return _quantized(rule, cut, x, groups, state, INPUT, rows, columns) if rows or columns else Layouts()
+
+
+def _quantized(rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool) -> Layouts:
+    """Quantize the rows of an input or of an output's gradient by the rule."""
+    fmt, lines, split = rule.forward_format, rule.along is not None, split_of(cut, tensor)
+    if tensor == GRAD_OUTPUT:
+        lines = gradient_by_rows(rule)
+        fmt = E4M3 if lines else rule.gradient_format
+    if rule.has_blocks:
+        return quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
+    if lines:
+        return quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
+    if rule.scaling == "window":
+        amax = amaxes_of_groups(x, groups, keep_nan=True)
+        amax = amax if split is None else split.agreed(amax)
+        scales = window_scales(state, tensor, amax, fmt)
+        return quantize_groups(x, groups, fmt, scales, rows, columns)._replace(amax=amax)
+    scales = None if state is None else delayed_scales(state, tensor)
+    return quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
+
+
+def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
+    """Record an amax in the states. Compiled code notes it in the ledger instead."""
+    if amax is not None and not torch.compiler.is_compiling():
+        record_amaxes(state, tensor, amax, rule.keeps_nan)
+
+
+def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
+    """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in, out]."""
+    if rule.high_precision[DGRAD]:
+        return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
+    w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
+    if gathered:
+        weight = Stored.of(weight.data, gathered_codes.DGRAD)
+    if gathered or rule.along is not None:
+        w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
+    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
+
+
+def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
+    """Return dw in the weight's layout from dy [rows, out] and x [rows, in], or codes of x.T."""
+    if rule.high_precision[WGRAD]:
+        operands = dy, x.codes.to(dy.dtype)
+        return plain_wgrad(*(reversed(operands) if transposed else operands), groups)
+    operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
+    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype)
+
+
+def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return weight.transpose(1, 2) if transposed else weight

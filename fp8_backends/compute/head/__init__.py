@@ -1,0 +1,1 @@
+"""Output heads with deferred logits, multiplied in chunks of tokens."""

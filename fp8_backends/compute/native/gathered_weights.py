@@ -1,0 +1,235 @@
+"""The codes of a native layer's weight for FSDP2 to gather, 1 byte an element.
+
+A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
+for the weight, one for each row or column, or one for each block, even if a shard has only a part of it. No scale
+travels: every rank computes them from the amaxes. For mxfp8, the ranks agree only on the exponents, in eight bits: they
+never fall as the amax rises.
+
+Rules with scales along the contraction but not in squares (`rowwise`, `mxfp8`) have different codes for dgrad.
+
+Experts, in 3-D Parameters, are whole on a rank, each with its own scales.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ...formats.scaling import (
+    MX,
+    ROWS,
+    SQUARES,
+    WEIGHT,
+    Blocks,
+    delayed_scale,
+    e8m0_values,
+    power_of_two_scale,
+    scale_from_amax,
+    scale_inv_of,
+    times,
+)
+from ...kernels import quantize as quantization
+from ...tensors.gathered_codes import DGRAD, FPROP
+from ...tensors.scaled_tensor import ScaledTensor
+from ..experts.functions import converted_weight
+from ..experts.grouped_scaling import amaxes_of_experts, delayed_scales
+from ..experts.native_layer import FP8ExpertWeight
+from .layer_rule import LayerRule, Stored
+from .linear import FP8Products
+
+
+class WeightCodes:
+    """The codes of one layer's weight, sharded by rows: a `comm.gathers.Travelling`, documented there. Codes and scales
+    have the weight's layout."""
+
+    dimensions = 2
+    """The dimensions of the weight."""
+
+    def __init__(self, layer: FP8Products | FP8ExpertWeight) -> None:
+        self.layer = layer
+        self.agreed: dict[str, torch.Tensor] = {}
+        """The maxima over ranks for each of `products`: FP32 amaxes, or exponents."""
+
+    @property
+    def wanted(self) -> bool:
+        if not self._is_converted:
+            return False
+        rule = self.layer.fp8_rule
+        fprop, dgrad, _ = rule.high_precision
+        return (self.layer.training or rule.fp8_in_eval) and not fprop and not dgrad
+
+    @property
+    def _is_converted(self) -> bool:
+        """False for a restored layer, or one with a replaced forward, such as the guard's."""
+        return isinstance(self.layer, FP8Products) and "forward" not in self.layer.__dict__
+
+    @property
+    def change_in_forward(self) -> bool:
+        return self.layer.fp8_rule.scaling == "delayed"
+
+    @property
+    def recomputed(self) -> bool:
+        return self.layer.fp8_recomputed
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        along = self.layer.fp8_rule.along
+        return (FPROP,) if along is None or along.weight_blocks is SQUARES else (FPROP, DGRAD)
+
+    @property
+    def amax(self) -> torch.Tensor | None:
+        return self.agreed[FPROP] if self.change_in_forward else None
+
+    def can_make(self, shard: torch.Tensor) -> bool:
+        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
+
+    def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
+        """Return tensors with 0 for blocks without local values. The shard may be empty."""
+        stored = Stored.of(shard)
+        if self.layer.fp8_rule.along is not None:
+            return [self._amaxes(stored, first, shape, product) for product in self.products]
+        amax = shard.known_amax() if isinstance(shard, ScaledTensor) else None
+        if amax is None:
+            rows = stored.data if len(shard) else stored.data.new_zeros(1, 1)
+            amax = quantization.amax_of(rows, self.layer.fp8_rule.keeps_nan)
+        return [times(amax, stored.scale_inv)]
+
+    def agree(self, maxima: list[torch.Tensor]) -> None:
+        self.agreed = dict(zip(self.products, maxima, strict=True))
+
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        scale, _ = self._scales(self.agreed[product])
+        if rule.along is None:
+            return quantization.cast(stored.data, times(scale, stored.scale_inv), rule.forward_format)
+        if not len(shard):
+            return stored.data.to(rule.forward_format.dtype)
+        blocks, first = self._blocks(product, len(shard), first)
+        above = first % blocks.rows
+        scale = scale.narrow(0, first // blocks.rows, -(-(above + len(shard)) // blocks.rows))
+        codes = blocks.cast(_below(stored.data, above), times(scale, stored.scale_inv), rule.forward_format)
+        return codes.narrow(0, above, len(shard))
+
+    def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
+        return self._scales(agreed)[1]
+
+    def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight's factor, FP32, and the scale_inv for `Quantized`."""
+        rule = self.layer.fp8_rule
+        if rule.along is None:
+            scale = self._scale(agreed)
+            return scale, scale_inv_of(scale, agreed)
+        blocks = rule.along.weight_blocks
+        if blocks is MX:
+            return e8m0_values(254 - agreed), agreed
+        scale = blocks.scale(agreed, rule.forward_format)
+        return scale, blocks.inverse(scale, agreed)
+
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        rule = self.layer.fp8_rule
+        if rule.scaling == "delayed":
+            return delayed_scale(self.layer.fp8_scaling, WEIGHT)
+        return (power_of_two_scale if rule.scaling == "window" else scale_from_amax)(amax, rule.forward_format)
+
+    def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        """Return one amax for each block of the whole weight, in its layout."""
+        rows, columns = self._block_shape(product)
+        down, across = -(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1]))
+        amaxes = torch.zeros(down, across, dtype=torch.float32, device=stored.data.device)
+        if len(stored.data):
+            blocks, first = self._blocks(product, len(stored.data), first)
+            local = times(blocks.amax(_below(stored.data, first % blocks.rows)), stored.scale_inv)
+            amaxes.narrow(0, first // blocks.rows, len(local)).copy_(local)
+        return _exponents(amaxes, self.layer.fp8_rule)
+
+    def _blocks(self, product: str, local_rows: int, first: int) -> tuple[Blocks, int]:
+        """Return the blocks in the weight's layout, and the shard's first row in them. A block of all rows is as high
+        as the shard: with an agreed amax, the other rows need not be present, not even as zeros."""
+        rows, columns = self._block_shape(product)
+        blocks = self.layer.fp8_rule.along.weight_blocks
+        if rows is None:
+            return blocks._replace(rows=local_rows, columns=columns), 0
+        return blocks._replace(rows=rows, columns=columns), first
+
+    def _block_shape(self, product: str) -> tuple[int | None, int | None]:
+        """Return rows and columns of a block in the weight's layout; None: all."""
+        blocks = self.layer.fp8_rule.along.weight_blocks
+        is_turned = self._is_transposed != (product == DGRAD)
+        return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.layer.transposed_weight
+
+
+class ExpertCodes(WeightCodes):
+    """The codes of a 3-D weight, sharded by experts. Amaxes and scales are [experts, rows of blocks, blocks in a row],
+    and [experts, 1, 1] by a rule with one scale."""
+
+    layer: FP8ExpertWeight
+    dimensions = 3
+
+    @property
+    def amax(self) -> torch.Tensor | None:
+        return self.agreed[FPROP].flatten() if self.change_in_forward else None
+
+    def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
+        stored = Stored.of(shard)
+        return [self._amaxes(stored, first, shape, product) for product in self.products]
+
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        if not len(shard):
+            return stored.data.to(rule.forward_format.dtype)
+        blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
+        scale = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
+        codes = blocks.cast(_stacked(stored.data, blocks), scale, rule.forward_format)
+        return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
+
+    def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        blocks, rule = self._blocks_of_expert(product, shape), self.layer.fp8_rule
+        down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
+        amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
+        if len(stored.data):
+            if rule.keeps_nan:
+                local = amaxes_of_experts(*stored, keep_nan=True)
+            else:
+                local = times(blocks.amax(_stacked(stored.data, blocks)), stored.scale_inv)
+            amaxes.narrow(0, first, len(stored.data)).copy_(local.view(-1, down, across))
+        return _exponents(amaxes, rule)
+
+    def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
+        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one scale."""
+        if self.layer.fp8_rule.along is None:
+            return ROWS._replace(rows=shape[1])
+        rows, columns = self._block_shape(product)
+        return self.layer.fp8_rule.along.weight_blocks._replace(rows=rows or shape[1], columns=columns)
+
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.layer.fp8_rule.scaling == "delayed":
+            return delayed_scales(self.layer.fp8_scaling, WEIGHT).view(amax.shape)
+        return super()._scale(amax)
+
+    @property
+    def _is_converted(self) -> bool:
+        return converted_weight(self.layer.fp8_experts[0], self.layer.fp8_part) is self.layer
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.layer.fp8_transposed
+
+
+def _exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+    """Return the scale_inv of amaxes for mxfp8, and the amaxes for other rules."""
+    return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
+
+
+def _stacked(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Stack matrices [experts, rows, columns] vertically, each starting at a block of its own."""
+    missing = -experts.shape[1] % blocks.rows
+    return (F.pad(experts, (0, 0, 0, missing)) if missing else experts).flatten(0, 1)
+
+
+def _below(shard: torch.Tensor, rows: int) -> torch.Tensor:
+    """Put rows of zeros above the shard, up to the begin of its block."""
+    return F.pad(shard, (0, 0, rows, 0)) if rows else shard

@@ -1,0 +1,294 @@
+"""Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by layers.
+
+Eager code counts in Python integers and records amaxes in the scaling state. Compiled code counts in tensors. Its
+forward changes one of them like any buffer. Its backward cannot: AOT autograd saves backward's inputs as forward found
+them, so of two backwards after two forwards the second would undo the first, or be refused. Backward's notes therefore
+go through two operators, `note_backward` and `take_amaxes`, which change memory without AOT autograd's knowledge. They
+are declared effectful: kept without a reader of their result, run in order, and never run again by recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.library import EffectType
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...formats.scaling import HISTORY, INPUT, WEIGHT
+from ...torch_tools.backward_end import inside_backward
+from ..counts import FPROP, RECOMPUTED, ProductCounts
+from .layer_rule import LayerRule, Stored
+
+_Amax = torch.Tensor | None
+
+
+FPROPS = 2
+"""The row of counts in `Ledger.of_forward`, below INPUT and WEIGHT."""
+
+
+class Ledger:
+    """The counts of one layer with any number of scaling states, and the uncollected notes of its compiled code: int32,
+    amaxes as FP32 bits, since wrappers cast floating-point tensors.
+
+    Args:
+        first: the index of the layer's first state among all; above 0 under expert parallelism.
+    """
+
+    def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
+        self.first = first
+        self.counts = ProductCounts()
+        """Eager code's products."""
+        self.of_forward = torch.zeros((3, states), dtype=torch.int32, device=device)
+        """Compiled code's largest amaxes of INPUT and WEIGHT, and its number of fprops, the same for all states; one
+        tensor, hence one kernel."""
+        self.dgrads_wgrads = torch.zeros(2, dtype=torch.int32, device=device)
+        """Compiled code's numbers of dgrads and wgrads."""
+        self.grad_output = torch.zeros(states, dtype=torch.int32, device=device)
+        """Compiled code's largest amaxes of GRAD_OUTPUT."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.of_forward.device
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do as `nn.Module._apply` does with buffers."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, function(value))
+
+    def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
+        """Count the product of a forward, if it ran in FP8. Compiled code also notes these amaxes, FP32 [states] or
+        0-dimensional; eager code has recorded them.
+
+        Compiled code counts each forward once, recomputation included.
+        """
+        if not torch.compiler.is_compiling():
+            if fprop:
+                self.counts.add(RECOMPUTED if inside_backward() else FPROP)
+            return
+        noted, row = self.of_forward, torch.arange(3, device=self.device).unsqueeze(1)
+        new = noted + (row == FPROPS) if fprop else noted
+        for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
+            if amax is not None:
+                larger = _larger(noted.view(torch.float32), self._of_all(amax), rule.keeps_nan)
+                new = torch.where(row == tensor, larger.view(torch.int32), new)
+        noted.copy_(new)
+
+    def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
+        """Return the place for a cast to record its amax: FP32 bits in int32, 0-dimensional; None if it records none,
+        as in compiled code."""
+        if state is None or torch.compiler.is_compiling() or (tensor == WEIGHT and rule.scaling == "window"):
+            return None
+        return state.select(0, tensor).select(0, HISTORY)
+
+    def backward(self, rule: LayerRule, dgrad: bool, wgrad: bool, amax: _Amax = None) -> None:
+        """Count a backward's products in FP8. Compiled code also notes this amax of GRAD_OUTPUT, FP32 [states] or
+        0-dimensional; eager code has recorded it."""
+        if torch.compiler.is_compiling():
+            amax = None if amax is None else self._of_all(amax)
+            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
+            return
+        self.counts.dgrad += dgrad
+        self.counts.wgrad += wgrad
+
+    def _of_all(self, amax: torch.Tensor) -> torch.Tensor:
+        """Pad the amaxes with zeros for other ranks' states."""
+        missing = len(self.grad_output) - amax.numel()
+        return F.pad(amax, (self.first, missing - self.first)) if missing else amax
+
+    def total(self) -> ProductCounts:
+        """Return all products so far, of eager and compiled code. Waits for the device."""
+        total = replace(self.counts)
+        if self.device.type != "meta":
+            fprop, dgrad, wgrad = torch.cat([self.of_forward[FPROPS, :1], self.dgrads_wgrads]).tolist()
+            total.fprop, total.dgrad, total.wgrad = total.fprop + fprop, total.dgrad + dgrad, total.wgrad + wgrad
+        return total
+
+
+class SharedCodes:
+    """Codes for several layers to read (of an activation) or several microbatches of a step (of a weight). One for all
+    layers of a prepared model."""
+
+    def __init__(self, keeps_weights: bool = False) -> None:
+        self.keeps_weights = keeps_weights
+        """True to keep codes of weights from one forward to the next."""
+        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
+
+    def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
+        """Return quantize(), or an earlier layer's result for this very tensor and key. Held for the tensor's lifetime.
+
+        Shares only results of autograd: a leaf, such as a batch in a numpy array or in a CUDA graph's static input, can
+        change without a trace.
+        """
+        if torch.compiler.is_compiling() or x.grad_fn is None:
+            return quantize()  # a compiler finds equal casts itself
+        version, codes = self._inputs.get(x, (None, None))
+        if version != x._version:
+            codes = {}
+            self._inputs[x] = (x._version, codes)
+        if key not in codes:
+            codes[key] = quantize()
+        return codes[key]
+
+    def keep_weights(self, keep: bool) -> None:
+        self.keeps_weights = keep
+        self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Drop the codes of all weights, after a change of any kind."""
+        self._weights.clear()
+
+    def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
+        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key.
+
+        Notices new memory and in-place changes, but not changes through `weight.data`, which autograd does not count.
+        Keeps codes only in training, and only of whole weights: sharded ones are gathered for each forward, and their
+        codes would need the memory saved by sharding.
+        """
+        if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
+            return quantize()
+        memory = _memory_of(layer.weight)
+        known_memory, known_key, codes = self._weights.get(layer, (None, None, None))
+        if known_memory != memory or known_key != key:
+            codes = quantize()
+            if not torch.is_inference_mode_enabled():  # a later forward in training could not save such codes
+                self._weights[layer] = (memory, key, codes)
+        return codes
+
+    def held(self, layer: nn.Module) -> Any:
+        """Return the kept codes of this layer's weight, or None."""
+        return self._weights.get(layer, (None, None, None))[2]
+
+    def __reduce__(self):  # copies hold no codes
+        return SharedCodes, (self.keeps_weights,)
+
+
+def _is_whole(weight: torch.Tensor) -> bool:
+    """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3 does)."""
+    data = Stored.of(weight).data
+    plain = type(data) is torch.Tensor and data.device.type != "meta"
+    return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
+
+
+def _memory_of(weight: torch.Tensor) -> tuple:
+    """Identify a weight's memory and version. The weak reference keeps its address from reuse."""
+    return tuple(
+        (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
+        for t in Stored.of(weight)
+        if t is not None
+    )
+
+
+class KeepsLedger(nn.Module):
+    """A layer with a ledger, `fp8_ledger`, and the state of its scaling rule, both created by `_reset_state`.
+
+    Neither is a buffer: `AveragedModel` and other averages pair a model's buffers with a copy's from before `prepare`.
+    """
+
+    fp8_scaling: torch.Tensor | None = None
+    """int32 [3, 2 + history length], of experts [experts, 3, 2 + history length]; None for a rule without state."""
+    fp8_recomputed = False
+    """True if backward may run the last forward again."""
+
+    def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
+        """Attach a scaling rule with fresh state."""
+        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self.fp8_out_dtype = torch.bfloat16
+        self._reset_state(self.weight.device)
+
+    @property
+    def fp8_products(self) -> torch.Tensor:
+        """The numbers of fprops, dgrads, wgrads and recomputed fprops in FP8: int64 [4], on the CPU."""
+        return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.fp8_ledger.device.type == "meta":
+            self._follow(fn(self.fp8_ledger.of_forward).device)  # `to_empty` leaves random bits
+        else:
+            self._apply_to_notes(fn)
+        return self
+
+    def _apply_to_notes(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.fp8_ledger.apply(function)
+        self.fp8_scaling = None if self.fp8_scaling is None else function(self.fp8_scaling)
+
+    def _follow(self, device: torch.device) -> None:
+        """Move ledger and state to the weight's device: a wrapper may have moved only the parameters, or assigned real
+        weights to a model prepared on meta. Offloaded weights are on meta between forwards."""
+        state = self.fp8_ledger.of_forward if self.fp8_scaling is None else self.fp8_scaling
+        if device.type == "meta" or state.device == device:
+            return
+        if state.is_meta:
+            self._reset_state(device)
+        else:
+            self._apply_to_notes(lambda notes: notes.to(device))
+
+
+def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
+    """Move the amaxes noted by compiled code from these layers' ledgers to their stacked states, int32 [states, 3, 2 +
+    history length], in place."""
+    of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
+    take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
+    of_backward = take([ledger.grad_output for ledger in ledgers])
+    noted = torch.cat([torch.cat(of_forward, 1), of_backward.unsqueeze(0)]).t().view(torch.float32)
+    torch._foreach_zero_(of_forward)
+    newest = states.view(torch.float32).select(2, HISTORY)
+    newest.copy_(torch.maximum(newest, noted))  # a NaN is noted only for a rule that keeps it
+    return states
+
+
+def _larger(a: torch.Tensor, b: torch.Tensor, keep_nan: bool, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.maximum(a, b, out=out) if keep_nan else torch.fmax(a, b, out=out)
+
+
+# `.data`: the version counter, by which autograd finds stale saved tensors, ignores such a change
+
+
+@torch.library.custom_op("fp8_backends::note_backward", mutates_args=())
+def note_backward(
+    dgrads_wgrads: torch.Tensor,
+    dgrad: bool,
+    wgrad: bool,
+    grad_output: torch.Tensor,
+    amax: torch.Tensor | None,
+    keep_nan: bool,
+) -> None:
+    """Add to the counts, and keep the larger amax."""
+    dgrads_wgrads.data.narrow(0, int(not dgrad), dgrad + wgrad).add_(1)
+    if amax is not None:
+        noted = grad_output.data.view(torch.float32)
+        _larger(noted, amax, keep_nan, out=noted)
+
+
+@note_backward.register_fake
+def _(dgrads_wgrads, dgrad, wgrad, grad_output, amax, keep_nan) -> None:
+    pass
+
+
+def _take_amaxes(grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the amaxes, int32 [states], and leave zeros."""
+    noted = [amaxes.data for amaxes in grad_outputs]
+    taken = torch.cat(noted)
+    torch._foreach_zero_(noted)
+    return taken
+
+
+take_amaxes = torch.library.custom_op("fp8_backends::take_amaxes", _take_amaxes, mutates_args=())
+
+
+@take_amaxes.register_fake
+def _(grad_outputs) -> torch.Tensor:
+    return grad_outputs[0].new_empty(sum(map(len, grad_outputs)))
+
+
+for _operator in (note_backward, take_amaxes):
+    _operator.register_effect(EffectType.ORDERED)

@@ -1,0 +1,1 @@
+"""Find, choose and convert the layers of a model, and store their weights."""

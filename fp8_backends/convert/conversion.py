@@ -1,0 +1,476 @@
+"""Walk a model, choose layers, and swap them in place, for every backend.
+
+A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters, and
+the carrier's class and added attributes move onto the model's own Linear or `Conv1D`. Every reference to the module
+stays valid: Parameters, ties, shared modules, frozen flags, hooks, optimizer states, weak references. Only the 3-D
+weights of experts differ: their FP8 layers are children of the experts module (`expert_functions`). `restore` undoes
+all of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..compute.conv1d import is_conv1d, linear_like
+from ..compute.experts import functions
+from ..compute.experts.functions import ExpertWeights
+from ..compute.interface import Compute
+from ..errors import FP8BackendError, RecipeError
+from ..recipes.handlers import differences
+from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
+from . import fused_head
+from .first_step import Observed
+from .weight_products import (
+    FP8,
+    HIGH_PRECISION,
+    ConversionReport,
+    Found,
+    NormLayer,
+    WeightProduct,
+    find_weight_products,
+    memory_sharers,
+    offloaded_modules,
+)
+
+if TYPE_CHECKING:
+    from ..recipes.handlers import Recipe
+
+ALIGNMENT = 16
+"""FP8 products need sizes in multiples of this; backends pad other sizes."""
+
+NORM_CONVERSION = "_fp8_norm_conversion"
+"""Attribute of a swapped normalisation layer: its `Conversion`."""
+MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
+
+ADDED = "added after the model was prepared: prepare it again to convert this layer"
+"""Reason of a layer unknown to `convert`."""
+
+PREPARED = "_fp8_prepared"
+"""Attribute of a prepared root: its `Prepared`."""
+
+
+@dataclass
+class Prepared:
+    """The record of a prepared root."""
+
+    recipe: Recipe
+    compute: Compute
+    report: ConversionReport
+    shared: Any = None
+    """Result of `compute.new_shared`: state for all layers of this model."""
+    attached: set[tuple[str, Any]] = field(default_factory=set)
+    """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the whole attribute."""
+    undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
+    """Undo later changes of the root when the model is restored."""
+    profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Counts of the last profiled step, for a backend without counters."""
+    observed: Observed = field(default_factory=Observed, repr=False, compare=False)
+    """Observations of the first optimizer step."""
+
+
+def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
+    """Convert the layers of `model` in place for a resolved recipe, all of them or none.
+
+    Converting again with an equal recipe changes nothing, except for layers added since. Layers of a part converted
+    earlier, alone or inside another model, count as converted.
+
+    Args:
+        model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
+            DataParallel or `torch.compile` wrapper.
+
+    Raises:
+        RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
+        FP8BackendError: no layer can run in FP8 (a warning if the recipe has `on_unproven="warn"`).
+    """
+    root = unwrapped(model)
+    prepared: Prepared | None = root.__dict__.get(PREPARED)
+    if prepared is not None:
+        _check_same_recipe("this model", prepared.recipe, recipe)
+    weights, layer_filter = _find(root, recipe), LayerFilter(recipe)
+    norms, new_norms = _norms(root, recipe, compute, layer_filter)
+    chosen = _choose(weights, recipe, compute, layer_filter, norms)
+    if prepared is not None and not chosen and not new_norms:
+        return prepared
+    shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
+    head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
+    layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
+    experts = _build_experts([weight for weight in chosen if weight.part], recipe, compute, shared)
+    report = ConversionReport([weight.product for weight in weights], norms)
+    if not report.converted:
+        message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
+        if recipe.on_unproven == "raise":
+            raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
+        warnings.warn(message, stacklevel=3)
+    swaps = [(*layer, CONVERSION) for layer in layers] + [(*norm, NORM_CONVERSION) for norm in new_norms]
+    if head is not None and head.product.state != FP8:
+        swaps.append((head.module, fused_head.high_precision_carrier(head.module), HEAD_CONVERSION))
+    new = Prepared(recipe, compute, report, shared) if prepared is None else None
+    _swap_all(root, swaps, experts, recipe, new)
+    prepared = prepared or new
+    prepared.report = report
+    root.__dict__[PREPARED] = prepared
+    return prepared
+
+
+def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: Prepared | None) -> None:
+    """Swap layers, attach experts and the hooks of a new root; undo everything on an error."""
+    with ExitStack() as undo:
+        for module, carrier, mark in swaps:
+            undo.callback(restore_layer, module)
+            swap_class(module, carrier, recipe, mark)
+        for module, weights in experts:
+            undo.callback(functions.detach, module, list(weights))
+            functions.attach(module, weights)
+            if recipe.activation_comm == "fp8":
+                functions.install_exchange(module)
+        if new is not None:
+            undo.callback(_detach, root, new)
+            _attach(root, new)
+        undo.pop_all()
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `prepare` on a model and all its parts, in place: plain layers again, with their current Parameters.
+
+    Weights hold their exact values in their nominal dtype. The optimizer stays unchanged.
+
+    Args:
+        model: prepared, or holds prepared models; any other stays unchanged.
+
+    Raises:
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or another object refers to a weight
+            stored in another form, named; or `model` is no module.
+    """
+    check_is_module(model)
+    modules = list(model.modules())
+    for name, module in model.named_modules():
+        conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
+        if conversion is not None and type(module) is not conversion.converted:
+            raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
+    for module in modules:
+        restore_layer(module)
+        functions.detach(module)
+        prepared = module.__dict__.pop(PREPARED, None)
+        if prepared is not None:
+            _detach(module, prepared)
+
+
+def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
+    """Return (name in `model`, module, `Prepared`) of each prepared root, inside any wrapper.
+
+    Each root appears once; a root inside another is part of it and not listed.
+    """
+    named = model.named_modules()
+    roots = [(name, module, module.__dict__[PREPARED]) for name, module in named if PREPARED in module.__dict__]
+    inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
+    return [root for root in roots if id(root[1]) not in inner]
+
+
+def weight_products(model: nn.Module) -> list[WeightProduct]:
+    """Return the weight products of any model, prepared or not, with the reasons that need no recipe."""
+    return [weight.product for weight in find_weight_products(unwrapped(model))]
+
+
+def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
+    """Predict the report of `convert`, without norms. The model stays unchanged. Raise `RecipeError` as `convert`."""
+    root = unwrapped(model)
+    weights = _find(root, recipe)
+    norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
+    _choose(weights, recipe, compute, LayerFilter(recipe), [NormLayer(plain_name(name), False, None) for name in norms])
+    return ConversionReport([weight.product for weight in weights])
+
+
+def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
+    """Update the report of a prepared root for its current layers. Return the names of convertible layers added since
+    `convert`."""
+    known = {product.name: product for product in prepared.report.products}
+    layer_filter = LayerFilter(prepared.recipe)
+    products = []
+    for weight in _find(root, prepared.recipe):
+        product, is_converted = weight.product, weight.conversion is not None
+        before = known.get(product.name)
+        if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
+            product = before
+        elif product.state == HIGH_PRECISION:
+            product.reason = _reason_against(weight, prepared.recipe, prepared.compute, layer_filter) or ADDED
+        products.append(product)
+    prepared.report.products = products
+    return [product.name for product in products if product.reason == ADDED]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside `torch.compile`, DDP and DataParallel."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
+
+
+# Choose layers
+
+
+class LayerFilter:
+    """The user's choice of layers: `include`, `exclude` and `module_filter_func` of a recipe.
+
+    `exclude` overrides all; then a layer must match `include` and pass `module_filter_func`, if given. By default
+    heads, routers and adapters stay out unless a pattern of `include` with `+` names them.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        patterns = recipe.include or ()
+        self.include = [pattern for pattern in patterns if not pattern.startswith("+")]
+        self.added = [pattern[1:] for pattern in patterns if pattern.startswith("+")]
+        self.exclude = recipe.exclude or ()
+        self.accepts = recipe.module_filter_func
+
+    def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
+        """Raise `RecipeError` for a pattern without a match (`exclude` may also name norms to swap), or a pattern of
+        `include` that matches only weights with obstacles."""
+        for pattern in (*self.include, *self.added):
+            matched = _matched("include", pattern, weights)
+            if all(weight.obstacle for weight in matched):
+                raise RecipeError(
+                    f"include: {pattern!r} matches only weights that cannot be converted, such as "
+                    f"{matched[0].product.name}: {matched[0].obstacle}"
+                )
+        for pattern in self.exclude:
+            if not any(_matches(pattern, norm) for norm in norms):
+                _matched("exclude", pattern, weights)
+
+    def exclusion(self, weight: Found) -> str | None:
+        """Return the reason to leave a weight out, or None."""
+        product = weight.product
+        if reason := self.excluded(product):
+            return reason
+        if self.include and not any(_matches(pattern, product) for pattern in self.include):
+            return "not named in include"
+        if self.accepts is not None and not self.accepts(weight.module, product.name):
+            return "left out by module_filter_func"
+        chosen = self.include or self.accepts is not None or any(_matches(pattern, product) for pattern in self.added)
+        return None if chosen else weight.default_exclusion
+
+    def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
+        """Return the reason to leave out a weight or norm named by `exclude`, or None."""
+        matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
+        return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
+
+
+def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
+    """Match an fnmatch pattern with any full name of a layer; without a dot also with any single segment of it."""
+    names = [layer.name, *layer.aliases]
+    segments = [] if "." in pattern else [segment for name in names for segment in name.split(".")]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (*names, *segments))
+
+
+def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:
+    """Return the weights that a pattern matches. Raise `RecipeError` without any."""
+    if matched := [weight for weight in weights if _matches(pattern, weight.product)]:
+        return matched
+    names = [weight.product.name for weight in weights]
+    words = {*names, *(part for name in names for part in name.split("."))}
+    near = difflib.get_close_matches(pattern, sorted(words), n=3) or names[:3]
+    raise RecipeError(
+        f"{field_name}: no weight of this model matches {pattern!r}; names are such as {', '.join(map(repr, near))}. A "
+        "pattern without a dot matches any one part of a name; 'a.b.*' matches all inside a.b"
+    )
+
+
+def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
+    """Return the weight products of a model, with the obstacles of recipes that store weights in another form."""
+    weights = find_weight_products(root)
+    if recipe.level == "O0" and not recipe.fp8_params:
+        return weights
+    sharers, offloaded = memory_sharers(root), offloaded_modules(root)
+    for weight in weights:
+        if weight.obstacle is not None or weight.conversion is not None:
+            continue
+        if id(weight.module) in offloaded:
+            weight.obstacle = (
+                "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, disk_offload, a "
+                "device_map), which cannot be stored in another form: offload the model when it is prepared"
+            )
+        elif (other := sharers.get(id(weight.module._parameters.get(weight.part or "weight")))) is not None:
+            weight.obstacle = (
+                f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have "
+                "both names (a.weight = b.weight), or clone one of the two"
+            )
+    return weights
+
+
+def _choose(
+    weights: list[Found], recipe: Recipe, compute: Compute, layer_filter: LayerFilter, norms: list[NormLayer]
+) -> list[Found]:
+    """Return the weights to convert now. Write the state and reason of every product."""
+    chosen = []
+    layer_filter.check(weights, norms)
+    for weight in weights:
+        product, conversion = weight.product, weight.conversion
+        if conversion is not None:
+            _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
+        elif reason := _reason_against(weight, recipe, compute, layer_filter):
+            product.reason = reason
+            continue
+        else:
+            chosen.append(weight)
+        product.state = FP8
+        notes = [compute.note_on_experts(recipe)] if weight.part else []
+        if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
+            notes.append(f"sizes padded to multiples of {ALIGNMENT}")
+        product.reason = "; ".join(filter(None, notes)) or None
+    return chosen
+
+
+def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
+    """Return the reason to leave a weight in high precision, or None."""
+    if reason := weight.obstacle or layer_filter.exclusion(weight):
+        return reason
+    if weight.part:
+        return compute.unfit_experts(weight.module, weight.part, recipe)
+    if not is_conv1d(weight.module):
+        return compute.unfit(weight.module, recipe)
+    if compute.takes_conv1d:
+        return compute.unfit(linear_like(weight.module), recipe)
+    return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
+
+
+def _norms(
+    root: nn.Module, recipe: Recipe, compute: Compute, layer_filter: LayerFilter
+) -> tuple[list[NormLayer], list[tuple[nn.Module, nn.Module]]]:
+    """Return the report of the model's norms, and the norms to swap now with their carriers."""
+    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
+    modules: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if id(module) in answers or NORM_CONVERSION in module.__dict__:
+            modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
+    report, new = [], []
+    for key, (module, names) in modules.items():
+        layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
+        if key in answers:
+            layer.reason = layer_filter.excluded(layer) or answers[key].reason
+            layer.swapped = layer.reason is None
+            if layer.swapped:
+                new.append((module, answers[key].carrier))
+        report.append(layer)
+    return report, new
+
+
+def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
+    differing = differences(had.to_dict(), wanted.to_dict())
+    if had.name == wanted.name and not differing:
+        return
+    difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
+    raise RecipeError(
+        f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
+        f"fp8_backends.restore(model) first, or prepare a copy of the model made before"
+    )
+
+
+# Swap layers
+
+_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
+"""Attributes of every Linear, and the sizes of a `Conv1D`."""
+
+
+def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
+    """Move the carrier's class and added attributes onto `linear`, and note under `mark` how to undo it."""
+    attributes = _added_attributes(carrier)
+    conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
+    with follows_class(linear):
+        linear.__class__ = type(carrier)
+    linear.__dict__.update(attributes)
+    linear.__dict__[mark] = conversion
+
+
+def restore_layer(linear: nn.Module) -> None:
+    """Undo `swap_class`, if the module was converted."""
+    mark = next((mark for mark in MARKS if mark in linear.__dict__), None)
+    if mark is None:
+        return
+    conversion: Conversion = linear.__dict__.pop(mark)
+    for undo in reversed(conversion.undo):
+        undo(linear)
+    with follows_class(linear):
+        linear.__class__ = conversion.original
+    for name in conversion.attributes:
+        linear.__dict__.pop(name, None)
+
+
+def _build(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Return layers with their carriers, all built before the first layer changes. A name conflict drops a layer, with
+    the reason noted. `head` will defer its logits."""
+    layers = []
+    for weight in chosen:
+        linear, product = weight.module, weight.product
+        build = compute.build_conv1d if is_conv1d(linear) else compute.build
+        carrier = (compute.build_head if weight is head else build)(linear, recipe, shared)
+        if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
+            raise FP8BackendError(
+                f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
+                "optimizer: it must keep the layer's Parameter objects"
+            )
+        if carrier._buffers:
+            raise FP8BackendError(
+                f"{product.name}: build() of the backend {compute.name!r} added buffers "
+                f"({', '.join(carrier._buffers)}), missing in earlier copies: it must keep tensors in plain attributes"
+            )
+        if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
+            product.state = HIGH_PRECISION
+            product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
+        else:
+            layers.append((linear, carrier))
+    return layers
+
+
+def _build_experts(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
+) -> list[tuple[nn.Module, ExpertWeights]]:
+    """Return experts modules, each with the FP8 layers of its weights to convert now."""
+    parts: dict[nn.Module, list[str]] = {}
+    for weight in chosen:
+        parts.setdefault(weight.module, []).append(weight.part)
+    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    for layer in (layer for _, layers in experts for layer in layers.values()):
+        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
+    return experts
+
+
+def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LAYER}
+
+
+def _attach(root: nn.Module, prepared: Prepared) -> None:
+    """Install the backend's hooks on the root, and note them for `restore`."""
+    before = _attributes_and_hooks(root)
+    try:
+        prepared.compute.attach(root, prepared.recipe, prepared.shared)
+    finally:
+        prepared.attached = _attributes_and_hooks(root) - before
+
+
+def _detach(root: nn.Module, prepared: Prepared) -> None:
+    for undo in prepared.undo:
+        undo(root)
+    for name, key in prepared.attached:
+        if key is None:
+            root.__dict__.pop(name, None)
+        else:
+            root.__dict__.get(name, {}).pop(key, None)
+
+
+def _attributes_and_hooks(module: nn.Module) -> set[tuple[str, Any]]:
+    """Return (name, None) of each instance attribute, and (name, key) of each hook."""
+    hooks = ((name, value) for name, value in module.__dict__.items() if "_hooks" in name and isinstance(value, dict))
+    return {(name, None) for name in module.__dict__} | {(name, key) for name, keys in hooks for key in keys}

@@ -1,0 +1,182 @@
+"""Observations of a prepared model's first optimizer step, for the proof and for later audits.
+
+`WorkMeter` counts the rows multiplied by each weight, from the shapes in its modules' forwards. Without a forward,
+FLOPs can only be counted per token, as if every token passed every weight: but sequences of encoder and decoder differ
+in length, a head may read one token of many, a shared layer runs several times, and the output size of a convolution is
+unknown. So the proof's share of FP8 is counted over a real step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..torch_tools.backward_end import inside_backward
+from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
+from .weight_products import CONVOLUTION, Found, find_weight_products
+
+
+class Observed:
+    """The record of one prepared model's training."""
+
+    def __init__(self) -> None:
+        self.proven = False
+        self.gradient_dtypes: dict[str, torch.dtype] = {}
+        self.work: dict[str, Work] = {}
+        """Work of each weight in the first step; compiled code is missing."""
+        self.left_out: set[str] | None = None
+        """Trainable parameters without an optimizer, as the user knows; None until an optimizer is prepared."""
+        self.idle: set[str] = set()
+        """Parameters without a gradient in the first step: they train, or PEFT trains a copy in their place
+        (`modules_to_save`)."""
+        self.meter: WorkMeter | None = None
+        """The meter of the first step, from the first training forward on."""
+        self.first_steps: list[Any] = []
+        """Unfinished proofs (`proof.FirstStep`) of this model."""
+        self.wrapper: weakref.ref[nn.Module] | None = None
+        """The model's `DistributedDataParallel`."""
+        self._optimizers: list[weakref.ref] = []
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the living optimizers of this model."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def measure(self, root: nn.Module) -> None:
+        """Measure the forward that begins now, if it trains before the proof."""
+        trains = torch.is_grad_enabled()
+        if self.meter is None and trains and not self.proven and not inside_backward():
+            self.meter = WorkMeter(root, find_weight_products(root))
+        if self.meter is not None:
+            self.meter.paused = not trains
+
+    def prove(self, root: nn.Module) -> None:
+        """End the measurements of the proof."""
+        self.proven = True
+        if self.meter is not None:
+            self.meter.detach()
+            self.work, self.meter = self.meter.work, None
+        if self.gradient_dtypes:  # else an engine hides them
+            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
+            trained = {name for name, p in named if p.requires_grad or "original_module" in name.split(".")}
+            self.idle = trained - self.gradient_dtypes.keys()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # these optimizers do not train a copy of the model, and weak references do not pickle
+        none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
+        return {**self.__dict__, **none_yet, "wrapper": None}
+
+
+@dataclass
+class Work:
+    """Products with one weight since the meter was attached."""
+
+    rows: float = 0.0
+    """Rows of the input, such as tokens; positions of the kernel of a convolution."""
+    flops: float = 0.0
+    """FLOPs of its forward products; each gradient takes the same number. Recomputation does not count."""
+    backward: bool = False
+    """True if a gradient of its output arrived: gradients of the weight and the input are needed."""
+    input_gradient: bool = False
+    """True if backward needs the gradient of an input."""
+
+    def note_backward(self, _gradient: torch.Tensor) -> None:
+        """Run as a hook of the output."""
+        self.backward = True
+
+
+class WorkMeter(TemporaryHook):
+    """Write `work`, by the names of the weight products, in forward hooks on the modules of a model.
+
+    Modules in compiled code, weights without a size, and modules without a forward call (another module multiplies by
+    their weight) have no entry. In a copied or unpickled model the hooks do nothing.
+    """
+
+    def __init__(self, model: nn.Module, weights: Iterable[Found]) -> None:
+        self.work: dict[str, Work] = {}
+        self.paused = False
+        """True while forwards run without gradients; they do not count."""
+        compiled = {
+            part
+            for module in model.modules()
+            if getattr(module, "_compiled_call_impl", None) is not None
+            or "_orig_mod" in module._modules
+            or hasattr(module.forward, "_torchdynamo_orig_callable")
+            for part in module.modules()
+        }
+        self._products: dict[nn.Module, list[Found]] = defaultdict(list)
+        for weight in weights:
+            if weight.module not in compiled and weight.product.flops:
+                self._products[weight.module].append(weight)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self, with_kwargs=True) for module in self._products
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __call__(self, module: nn.Module, args, kwargs, output) -> None:
+        if is_traced() or torch.jit.is_tracing():  # sizes are no numbers there
+            return
+        recomputes = inside_backward()
+        if self.paused and not recomputes:
+            return
+        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(output))
+        if not outputs:
+            return
+        inputs = inputs or outputs[:1]  # TransformerEngine's layer with its own norm gets no tensor
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        needs_gradient = bool(differentiable) and any(tensor.requires_grad for tensor in inputs)
+        for weight in self._products[module]:
+            work = self.work.setdefault(weight.product.name, Work())
+            # the module's own hidden states always need a gradient
+            reads_hidden_states = isinstance(module, nn.RNNBase) and not weight.part.startswith("weight_ih_l0")
+            work.input_gradient |= needs_gradient or reads_hidden_states
+            for tensor in differentiable:
+                # deferred logits have their own hook: a loss may need no gradient of them
+                getattr(tensor, "when_backward", tensor.register_hook)(work.note_backward)
+            if not recomputes:
+                rows = _rows(weight, inputs, outputs[0])
+                work.rows += rows
+                product = weight.product
+                # every token passes a 3-D Parameter, and its FLOPs count the visited experts; an expert of a list is
+                # called with its own tokens
+                work.flops += rows * (product.flops if weight.part else 2 * product.in_features * product.out_features)
+
+
+_ATTENTION_INPUTS = {"q_proj_weight": 0, "k_proj_weight": 1, "v_proj_weight": 2}
+"""Positions of an attention module's inputs by their weight, if query, key and value have one each."""
+
+
+def _rows(weight: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
+    """Return the number of rows multiplied by a weight in this call."""
+    module, kind = weight.module, weight.product.kind
+    if kind == CONVOLUTION:
+        return inputs[0].numel() / module.in_channels if module.transposed else output.numel() / module.out_channels
+    rows = [tensor.numel() / max(tensor.size(-1), 1) for tensor in inputs]  # a nested tensor has no `shape`
+    if isinstance(module, nn.MultiheadAttention):
+        position = _ATTENTION_INPUTS.get(weight.part)
+        return sum(rows[:3]) / 3 if position is None else rows[position]  # one weight for all three: a third each
+    return rows[0]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.dim():
+            yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

@@ -1,0 +1,375 @@
+"""Find the weights that a model multiplies by; conversion works on this list, and every share is counted over it.
+
+They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, convolutions, `nn.Bilinear`,
+and Parameters of modules with their own product (`nn.MultiheadAttention.in_proj_weight`); embeddings and norms are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..compute.conv1d import conv1d_class, is_conv1d
+from ..compute.experts import functions
+from ..compute.experts.functions import ExpertWeight
+from ..tensors.block_codes import BlockCodes
+from ..tensors.sharded_tensor import full_shape
+from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, forward_obstacle, plain_name
+from ..words import as_html, by_reason, counted, listed, share
+from . import quantized_layers
+
+FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
+"""Precision of a weight product. The last is FP8 of another library, such as transformers' `FP8Linear`."""
+
+CONVOLUTION = "convolution"
+"""Kind of a convolution. Only a forward shows the number of products with its weight for each token."""
+BILINEAR = "Bilinear"
+NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
+"""Kinds without an FP8 product."""
+
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
+"""Last segments in the name of a Linear that is an output head."""
+ROOT_HEAD_NAMES = frozenset({"output"})
+"""The same for a direct child of the model; deeper down the name is common for other layers."""
+ROUTER_NAMES = frozenset({"gate", "router"})
+"""Segments in the name of a router: a Linear or weight inside such a module. `gate_proj` is none."""
+
+_ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
+_TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
+_WEIGHT_NAME = re.compile(r"weight|_proj$")
+_NOT_A_PRODUCT = re.compile(r"embed|norm|conv", re.IGNORECASE)
+_WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.ParameterList, nn.ParameterDict)
+_DEFAULT_EXCLUSIONS = {
+    kind: f"{words}: kept in high precision (name it with + in include to convert it, too)"
+    for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
+}
+_LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
+
+
+@dataclass
+class WeightProduct:
+    """A weight that the model multiplies its activations by."""
+
+    name: str
+    """The module's name, or the Parameter's if the module is no Linear or Conv1D; "" for a root Linear."""
+    kind: str
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `Bilinear`, `parameter`, or the class
+    of foreign FP8 layers."""
+    in_features: int
+    """Input elements summed into one output element; under the kernel of a convolution."""
+    out_features: int
+    flops: float
+    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a convolution per
+    output position (transposed: per input position)."""
+    state: str = HIGH_PRECISION
+    """`fp8`, `high precision` or `foreign fp8`."""
+    reason: str | None = None
+    """Reason against this package's FP8; a note, or None, for `fp8`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a shared module."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+
+@dataclass
+class NormLayer:
+    """A normalisation layer, for a backend with its own form of them."""
+
+    name: str
+    swapped: bool
+    reason: str | None
+    """Reason to leave it unchanged."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a shared module."""
+
+
+@dataclass
+class ConversionReport:
+    """The state of every weight product of a model."""
+
+    products: list[WeightProduct]
+    norms: list[NormLayer] = field(default_factory=list)
+    """Empty for a backend without its own norms."""
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers in FP8."""
+        return [product.name for product in self.products if product.state == FP8]
+
+    @property
+    def high_precision(self) -> dict[str, str]:
+        """Names of the weights in high precision, each with its reason."""
+        return {product.name: product.reason for product in self.products if product.state == HIGH_PRECISION}
+
+    @property
+    def foreign_fp8(self) -> dict[str, str]:
+        """Names of the weights in FP8 of another library, each with that library's class."""
+        return {product.name: product.reason for product in self.products if product.state == FOREIGN_FP8}
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the weight FLOPs in converted weights, 0 to 1, for a token that passes all: the upper bound of a
+        step's share. Before a forward, a convolution counts with one position."""
+        total = sum(product.flops for product in self.products)
+        return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
+
+    @property
+    def has_convolutions(self) -> bool:
+        """True if `flops_share` is only an upper bound."""
+        return any(product.kind == CONVOLUTION for product in self.products)
+
+    def __str__(self) -> str:
+        states = (f"  {state}: {names}" for state, names in self._names_by_state.items())
+        return "\n".join([self._headline, *states, *(f"  {line}" for line in self._norms_line)])
+
+    def _repr_html_(self) -> str:
+        title = "; ".join([self._headline, *self._norms_line])
+        return as_html(title, [("state", "weights"), *self._names_by_state.items()])
+
+    @property
+    def _headline(self) -> str:
+        at_most = "at most " if self.has_convolutions else ""
+        weights = counted(len(self.products), "weight")
+        return f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"
+
+    @property
+    def _names_by_state(self) -> dict[str, str]:
+        """Names in FP8 by note, then the others by reason."""
+        noted = [(p.name, f"in FP8 ({p.reason})" if p.reason else "in FP8") for p in self.products if p.state == FP8]
+        groups = by_reason([*noted, *self.foreign_fp8.items(), *self.high_precision.items()])
+        return {reason: listed(names) for reason, names in groups}
+
+    @property
+    def _norms_line(self) -> list[str]:
+        if not self.norms:
+            return []
+        unswapped = by_reason((norm.name, norm.reason) for norm in self.norms if not norm.swapped)
+        line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
+        return [line + "".join(f"; {listed(names)}: {reason}" for reason, names in unswapped)]
+
+
+@dataclass
+class Found:
+    """A weight product with its module, and the facts that need no recipe."""
+
+    product: WeightProduct
+    module: nn.Module
+    part: str
+    """Name of the module's Parameter; "" for the weight of a Linear or Conv1D."""
+    obstacle: str | None
+    """Reason against any conversion, or None."""
+    default_exclusion: str | None = None
+    """Reason to leave it out by default, or None."""
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """The `Conversion` of the layer, if converted."""
+        layer = functions.converted_weight(self.module, self.part) if self.part else self.module
+        return None if layer is None else layer.__dict__.get(CONVERSION)
+
+
+def find_weight_products(model: nn.Module) -> list[Found]:
+    """Return the weight products of `model` in the order of `named_modules`, a shared module once, with states and the
+    reasons that need no recipe."""
+    modules: dict[int, nn.Module] = {}
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), module)
+        names.setdefault(id(module), []).append(plain_name(name))
+    is_head, (adapters, adapted) = _head_test(modules.values()), _peft_parts(modules.values())
+    experts_visited = _expert_counter(modules, names)
+    weights = []
+    for key, module in modules.items():
+        for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
+            full_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
+            if kind in ("Linear", "router") and key in adapters:
+                kind = "adapter"
+            kind = "head" if kind == "Linear" and is_head(module, full_names) else kind
+            state = HIGH_PRECISION
+            if foreign := quantized_layers.kind_of(module):
+                kind, state = foreign.title, FOREIGN_FP8
+                obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
+            if (key, part) in adapted:
+                obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
+            flops = 2 * sizes[0] * sizes[1] * experts_visited(full_names[0], module, part)
+            product = WeightProduct(full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:]))
+            weight = Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
+            if weight.conversion is not None:
+                product.state = FP8
+            else:
+                product.reason = obstacle or weight.default_exclusion or "not prepared"
+            weights.append(weight)
+    return weights
+
+
+def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
+    """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this module itself."""
+    if isinstance(module, ExpertWeight):
+        return  # its experts module has the Parameter
+    if is_conv1d(module):
+        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d_class())
+    elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
+        kind = "router" if _is_router(name) else "Linear"
+        yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        if module.in_channels and module.out_channels:  # else lazy
+            kernel = math.prod(module.kernel_size)
+            sizes = (module.in_channels // module.groups * kernel, module.out_channels)
+            if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
+                sizes = (module.in_channels, module.out_channels // module.groups * kernel)
+            yield "", CONVOLUTION, sizes, "convolution: FP8 has no product for it"
+    elif isinstance(module, nn.Bilinear):
+        sizes = (module.in1_features * module.in2_features, module.out_features)
+        yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
+    elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
+        for part, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter) or "bias" in part:
+                continue
+            shape = full_shape(parameter)
+            if len(shape) == 3 and "expert" in f"{type(module).__name__} {name}".lower():
+                sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
+                yield part, "experts", tuple(sizes), functions.obstacle(module, part)
+            elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
+                kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
+                obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
+                yield part, kind, shape[::-1], f"router: {obstacle}" if kind == "router" else obstacle
+
+
+def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
+    """Return the reason against replacing this layer by any backend's, or None. `plain`: the only supported class."""
+    weight = layer._parameters.get("weight")
+    if CONVERSION in layer.__dict__:
+        return None
+    if weight is not None and is_lazy(weight):
+        return "its weight has no size yet: run one batch before preparing the model"
+    if torch.nn.utils.parametrize.is_parametrized(layer):
+        return "parametrized: its weight is computed anew in each forward"
+    if type(layer) is not plain and HEAD_CONVERSION not in layer.__dict__:
+        return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+    if replaced := forward_obstacle(layer):
+        return replaced
+    if weight is None:
+        return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
+    if not weight.is_floating_point():
+        return f"weight dtype {weight.dtype} is not a floating-point type"
+    if not type(weight).__module__.startswith("torch.") and not isinstance(weight, BlockCodes):
+        return f"its weight is a {type(weight).__name__}, which has products of its own"
+    if 0 in full_shape(weight):
+        return "a layer of size zero has no product"
+    return None
+
+
+def offloaded_modules(model: nn.Module) -> set[int]:
+    """Return the identities of modules with weights on the meta device between forwards, by Accelerate's hooks
+    (`cpu_offload`, `disk_offload`, `dispatch_model`)."""
+    offloaded: set[int] = set()
+    for module in model.modules():
+        outer = module.__dict__.get("_hf_hook")
+        for hook in getattr(outer, "hooks", (outer,)):
+            if getattr(hook, "offload", False):
+                offloaded.update(map(id, module.modules() if hook.place_submodules else (module,)))
+    return offloaded
+
+
+def memory_sharers(model: nn.Module) -> dict[int, str]:
+    """Map the identity of each Parameter in overlapping memory to the name of an overlapping Parameter or buffer.
+    Interleaved views, such as columns, count as overlapping."""
+    views: dict[int, list[tuple[int, int, str, int]]] = defaultdict(list)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin, end = (tensor.itemsize * (tensor.storage_offset() + at) for at in (0, last + 1))
+            views[tensor.untyped_storage()._cdata].append((begin, end, plain_name(name), id(tensor)))
+    sharers: dict[int, str] = {}
+    for views_of_storage in views.values():
+        furthest, *others = sorted(views_of_storage)
+        for view in others:
+            if view[0] < furthest[1]:
+                sharers.setdefault(view[3], furthest[2])
+                sharers.setdefault(furthest[3], view[2])
+            furthest = max(furthest, view, key=lambda view: view[1])
+    return sharers
+
+
+def _is_router(name: str) -> bool:
+    return not ROUTER_NAMES.isdisjoint(name.split("."))
+
+
+def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]], bool]:
+    """Return a test for output heads: results of `get_output_embeddings`, layers that share an embedding's weight, and
+    layers with a head's name."""
+    declared: set[int] = set()
+    embeddings = {id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding)}
+    for module in modules:
+        if callable(getattr(type(module), "get_output_embeddings", None)):
+            # a backbone inherits the method without a head, or the name means something else in this model
+            with contextlib.suppress(Exception):
+                declared.update(map(id, module.get_output_embeddings().modules()))
+
+    def has_head_name(name: str) -> bool:
+        segments = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS]
+        last = segments[-1] if segments else ""
+        return last in HEAD_NAMES or (len(segments) == 1 and last in ROOT_HEAD_NAMES)
+
+    def is_head(module: nn.Module, names: list[str]) -> bool:
+        weight = module._parameters.get("weight")
+        shares = weight is not None and id(weight) in embeddings
+        return id(module) in declared or shares or any(map(has_head_name, names))
+
+    return is_head
+
+
+def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
+    """Return PEFT's adapters by identity, such as LoRA's A and B (too small to gain from FP8), and the Parameters that
+    PEFT adapts directly (`target_parameters`), by (identity of the module, name). PEFT calls the adapted layer
+    `base_layer`."""
+    adapters: set[int] = set()
+    adapted: set[tuple[int, str]] = set()
+    for module in modules:
+        base = module._modules.get("base_layer")
+        if not isinstance(base, nn.Module):
+            continue
+        beside = [child for name, child in module._modules.items() if name != "base_layer" and child is not None]
+        adapters.update(id(part) for child in beside for part in child.modules())
+        if isinstance(part := module.__dict__.get("parameter_name"), str):
+            while isinstance(inner := base._modules.get("base_layer"), nn.Module):
+                base = inner  # one wrapper for each adapted Parameter
+            adapted.add((id(base), part))
+    return adapters, adapted
+
+
+def _expert_counter(
+    modules: dict[int, nn.Module], names: dict[int, list[str]]
+) -> Callable[[str, nn.Module, str], float]:
+    """Return a function for the number of times a token passes a weight: the number of experts that it visits by the
+    model's configuration (without one, every expert); 1 for other weights."""
+    configs = (module.__dict__.get("config") for module in modules.values())
+    parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
+    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
+    top_k = next((number for number in numbers if isinstance(number, int)), None)
+    lists = {
+        name: len(module)
+        for key, module in modules.items()
+        if isinstance(module, nn.ModuleList) and (name := names[key][0]).split(".")[-1] == "experts"
+    }
+
+    def visited(name: str, module: nn.Module, part: str) -> float:
+        parameter = module._parameters.get(part)
+        if parameter is not None and len(full_shape(parameter)) == 3:
+            return top_k or full_shape(parameter)[0]
+        listed = _LISTED_EXPERT.match(name)
+        number = lists.get(listed[1]) if listed else None
+        return top_k / number if top_k and number else 1
+
+    return visited

@@ -1,0 +1,1 @@
+"""Count FP8 products, prove them at the first step, and audit a model."""

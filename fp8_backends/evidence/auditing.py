@@ -1,0 +1,396 @@
+"""Measure a live model: FP8 products by layer and kind, their share of FLOPs, dtypes and bytes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..compute import registry
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..convert import conversion, saved_activations
+from ..convert.first_step import Work
+from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8
+from ..states.gradient_release import is_dropped, is_released
+from ..tensors.sharded_tensor import full_shape, local_part
+from ..torch_tools.modules import check_is_module, plain_name
+from ..torch_tools.optimizers import check_is_optimizer, parameter_ids, unwrapped
+from ..words import as_html, counted, readable_bytes, share
+
+if TYPE_CHECKING:
+    from ..convert.conversion import Prepared
+    from ..recipes.handlers import Recipe
+
+logger = logging.getLogger("fp8_backends")
+
+BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
+MANY_LOST_UPDATES = 0.5
+"""Share of lost updates above which an audit warns."""
+
+
+@dataclass
+class Audit:
+    """The result of `audit`: names, numbers, text."""
+
+    recipe: str
+    """Backend string of the prepared model; several, joined by a comma, if parts were prepared apart."""
+    products: dict[str, dict[str, int]] = field(default_factory=dict)
+    """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
+    checkpointing). Since `prepare` for a backend with counters; of one profiled step for the others (`ao`)."""
+    engine: dict[str, str] = field(default_factory=dict)
+    """Engine of each converted layer's products: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`, `ao`."""
+    flops_share: float = 0.0
+    """FP8 share, 0 to 1, of all FLOPs of products with weights in training, convolutions included. Each weight counts
+    with its rows in the first step, or one for each token if that step was compiled."""
+    uncounted: list[str] = field(default_factory=list)
+    """Convolutions missing from `flops_share`: they ran in compiled code, or another module multiplied by their
+    weights."""
+    high_precision: dict[str, str] = field(default_factory=dict)
+    """Reason for each of the other weights to stay in high precision."""
+    foreign_fp8: dict[str, str] = field(default_factory=dict)
+    """Weights in FP8 of another library, such as transformers' `FP8Linear`, with its name. They are frozen, and count
+    as not in FP8 in `flops_share`: nothing here proves them."""
+    bytes_per_element: dict[str, float | None] = field(default_factory=dict)
+    """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None without
+    a known optimizer. The residuals of weights (O4) count as masters. For shared tensors: bytes on this rank over
+    elements on all ranks."""
+    bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
+    """The same for the whole model; `weight` includes copies held from forward to backward."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Dtypes of the converted weights, their gradients and optimizer states."""
+    gradient_source: str = "none"
+    """Source of the gradients' bytes: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `released`
+    (there are none: backward steps and drops them), `none`."""
+    lost_updates: float | None = None
+    """Share of the weight updates lost to rounding. With scaled weights (O1 to O4) a projection of the optimizer's next
+    step on the exact update; else None."""
+
+    saved_activations: dict[str, int] = field(default_factory=dict)
+    """FP8 activations of the last training forward, without the codes of converted layers: `tensors`, `bytes`, and
+    `plain_bytes`, their size in high precision. Empty unless the recipe saves activations in FP8."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to dictionaries, numbers and text, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = "\n".join([self._headline, *(line for rows in self._tables() for line in _table(rows))])
+        return "\n\n".join([text, *self._notes])
+
+    def _repr_html_(self) -> str:
+        return as_html("; ".join([self._headline, *self._notes]), *self._tables())
+
+    @property
+    def _headline(self) -> str:
+        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
+
+    @property
+    def _notes(self) -> list[str]:
+        notes = []
+        if saved := self.saved_activations:
+            sizes = f"{readable_bytes(saved['bytes'])} in place of {readable_bytes(saved['plain_bytes'])}"
+            notes.append(f"activations kept in FP8: {counted(saved['tensors'], 'tensor')}, {sizes}")
+        if self.lost_updates is not None:
+            notes.append(f"updates lost to rounding: {share(self.lost_updates)}")
+        return notes
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
+        rows = [
+            (name, *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name])
+            for name, counts in self.products.items()
+        ]
+        if rows:
+            yield [("layer", *KINDS, "recomputed", "engine"), *_grouped(rows)]
+        for title, reasons in (("in high precision", self.high_precision), ("in FP8 of others", self.foreign_fp8)):
+            if reasons:
+                yield [(title, "reason"), *_grouped(reasons.items())]
+        rows = [("bytes", *BYTE_KEYS, "total")]
+        for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
+            sizes = [measured.get(key) for key in rows[0][1:]]
+            rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
+        yield rows
+
+
+def _grouped(rows) -> list[tuple[str, ...]]:
+    """Join the rows of layers that differ only in a number: `layers.*.q_proj ×24`."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
+    return [
+        (f"{pattern} ×{len(names)}" if len(names) > 1 else names[0], *cells)
+        for (pattern, *cells), names in groups.items()
+    ]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return an empty line, and the rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return ["", *(line.rstrip() for line in lines)]
+
+
+def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Audit:
+    """Measure FP8 products and bytes of a live model, prepared or not.
+
+    Args:
+        model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP, `torch.compile`, PEFT).
+        optimizer: owner of the states to weigh. Default: the optimizer prepared with the model.
+
+    Raises:
+        FP8BackendError: `model` is no module, or `optimizer` no optimizer.
+    """
+    check_is_module(model)
+    model = conversion.unwrapped(model)
+    roots = conversion.prepared_roots(model)
+    optimizers = [optimizer for _, _, prepared in roots for optimizer in prepared.observed.optimizers()]
+    if optimizer is not None:
+        check_is_optimizer(optimizer)
+        optimizers = [unwrapped(optimizer)]
+    # DeepSpeed trains its own flat buffers, which belong to no weight: their bytes are unknown
+    parameters = set(map(id, model.parameters()))
+    optimizers = [optimizer for optimizer in optimizers if not parameters.isdisjoint(parameter_ids(optimizer))]
+    result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
+    flops = _read_roots(result, roots)
+    for product in () if roots else conversion.weight_products(model):
+        if product.state == FOREIGN_FP8:
+            result.foreign_fp8[product.name] = product.reason
+        else:
+            result.high_precision[product.name] = "not prepared"
+    needed = sum(part.needed for part in flops)
+    result.flops_share = sum(part.in_fp8 for part in flops) / needed if needed else 0.0
+    _read_bytes(result, model, roots, optimizers)
+    saved = [sizes for _, root, _ in roots if (sizes := saved_activations.saved_bytes(root)) is not None]
+    if saved:
+        result.saved_activations = {key: sum(getattr(sizes, key) for sizes in saved) for key in asdict(saved[0])}
+    losses = [optimizer.lost_updates() for optimizer in optimizers if hasattr(optimizer, "lost_updates")]
+    result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
+    if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
+        logger.warning(
+            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight updates, so the model "
+            'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
+        )
+    return result
+
+
+def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
+    """Return layers without FP8 products of a kind in their recipe, with these kinds."""
+    high = registry.get_compute(recipe.compute).high_precision_products(recipe)
+    missing = {
+        layer: [kind for kind in KINDS if kind not in high and not counts[kind]]
+        for layer, counts in audit.products.items()
+    }
+    return {layer: kinds for layer, kinds in missing.items() if kinds}
+
+
+# Optimizers
+
+
+# Products and FLOPs
+
+
+def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
+    """Return the FP8 products of each converted layer, by its own counter or from the last profiled step."""
+    return {
+        name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
+        for name, module in prepared.compute.converted_layers(root).items()
+    }
+
+
+@dataclass
+class Flops:
+    """FLOPs of one prepared root in the first step, or per token if it was compiled."""
+
+    in_fp8: float = 0.0
+    needed: float = 0.0
+    """FLOPs of all products needed by training."""
+    uncounted: list[str] = field(default_factory=list)
+    """Convolutions of unknown FLOPs."""
+
+
+def count_flops(
+    root: nn.Module,
+    prepared: Prepared,
+    counts: dict[str, ProductCounts] | None,
+    work: dict[str, Work] | None = None,
+    tokens: float = 1,
+) -> Flops:
+    """Sum the FLOPs of all products needed by training, and of the products in FP8.
+
+    A gradient of the output makes both gradients necessary: the weight's if it trains, the input's if an input needs
+    one. A weight not seen in the first step counts as if every token passed it, unless it is known to be idle; its
+    products show the need for an input gradient.
+
+    Args:
+        counts: products in FP8. None predicts a step in which every converted layer runs in FP8.
+        work: rows of each weight; default: the first step's.
+        tokens: the least number of tokens.
+    """
+    work = prepared.observed.work if work is None else work
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    trains = {plain_name(name): p.requires_grad for name, p in root.named_parameters(remove_duplicate=False)}
+    tokens = max(tokens, tokens_of(prepared, work))
+    flops = Flops()
+    for product in prepared.report.products:
+        seen = work.get(product.name)
+        weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+        ran = counts.get(product.name) if counts is not None and product.state == FP8 else None
+        done, needed = [], []
+        for kind in KINDS:
+            is_needed = _is_needed(kind, trains.get(weight, True), seen, ran, high)
+            predicted = counts is None and is_needed and product.state == FP8 and kind not in high
+            done.append(predicted or (ran is not None and getattr(ran, kind) > 0))
+            needed.append(done[-1] or (is_needed and (seen is not None or weight not in prepared.observed.idle)))
+        if seen is None and product.kind == CONVOLUTION:
+            flops.uncounted += [product.name] * any(needed)
+            continue
+        size = product.flops * tokens if seen is None else seen.flops
+        for is_done, is_needed in zip(done, needed, strict=True):
+            flops.needed += size * is_needed
+            flops.in_fp8 += size * is_done
+    return flops
+
+
+def tokens_of(prepared: Prepared, work: dict[str, Work]) -> float:
+    """Return the most rows of any layer, used for unseen layers: 1 without any."""
+    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
+    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
+
+
+def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
+    """Return True if training needs a product that did not run in FP8."""
+    if kind == FPROP:
+        return True
+    if seen is not None and not seen.backward:
+        return False
+    if kind == WGRAD:
+        return trains
+    return seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
+
+
+def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> list[Flops]:
+    """Write products, engines and reasons of prepared roots into the audit; return their FLOPs."""
+    tokens = max((tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1)
+    flops = []
+    for prefix, root, prepared in roots:
+        conversion.update_report(root, prepared)
+        counts = count_products(root, prepared)
+        flops.append(count_flops(root, prepared, counts, tokens=tokens))
+        for name, module in prepared.compute.converted_layers(root).items():
+            result.products[_joined(prefix, name)] = asdict(counts[name])
+            result.engine[_joined(prefix, name)] = prepared.compute.engine(module)
+        report = prepared.report
+        result.high_precision |= {_joined(prefix, name): reason for name, reason in report.high_precision.items()}
+        result.foreign_fp8 |= {_joined(prefix, name): reason for name, reason in report.foreign_fp8.items()}
+        result.uncounted += [_joined(prefix, name) for name in flops[-1].uncounted]
+    return flops
+
+
+def _joined(prefix: str, name: str) -> str:
+    return plain_name(f"{prefix}.{name}".strip("."))
+
+
+# Bytes
+
+
+class _Weighed(NamedTuple):
+    """Bytes of one parameter, its gradient and states on this rank, and its elements on all ranks."""
+
+    elements: int
+    bytes: dict[str, int]
+    dtypes: dict[str, str]
+    gradient_source: str
+
+
+def _read_bytes(result: Audit, model: nn.Module, roots: list, optimizers: list) -> None:
+    gradient_dtypes, converted, transient_bytes = {}, set(), 0.0
+    for _, root, prepared in roots:
+        for layer in prepared.compute.converted_layers(root).values():
+            converted.add(id(layer.weight))
+            elements = full_shape(layer.weight).numel()
+            transient_bytes += prepared.compute.transient_bytes_per_element(layer) * elements
+        seen = prepared.observed.gradient_dtypes
+        named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
+        gradient_dtypes |= {id(parameter): seen[name] for name, parameter in named if name in seen}
+    weighed = {id(p): _weigh(p, optimizers, gradient_dtypes.get(id(p))) for p in model.parameters()}
+    chosen = [w for key, w in weighed.items() if key in converted or not converted]
+    result.bytes_per_element = _average(chosen, bool(optimizers))
+    result.bytes_per_parameter = _average(list(weighed.values()), bool(optimizers), transient_bytes)
+    sources = {w.gradient_source for w in chosen}
+    result.gradient_source = next((name for name in ("live", "last step", "released") if name in sources), "none")
+    result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in chosen} - {""})) for key in BYTE_KEYS}
+
+
+def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtype | None) -> _Weighed:
+    sizes, dtypes, source = dict.fromkeys(BYTE_KEYS, 0), dict.fromkeys(BYTE_KEYS, ""), "none"
+
+    def add(key: str, size: int, dtype: torch.dtype) -> None:
+        sizes[key] += size
+        dtypes[key] += ("+" if dtypes[key] else "") + str(dtype).removeprefix("torch.")
+
+    add("weight", stored_bytes(parameter), stored_dtype(parameter))
+    if parameter.grad is not None and not is_dropped(parameter.grad):
+        source = "live"
+        add("gradient", stored_bytes(parameter.grad), stored_dtype(parameter.grad))
+    elif is_released(parameter):
+        source = "released"
+    elif parameter.requires_grad and gradient_dtype is not None:
+        source = "last step"
+        add("gradient", gradient_dtype.itemsize * _local(parameter).numel(), gradient_dtype)
+    state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
+    states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
+    if master is not None and not parameter.requires_grad:  # no optimizer knows it
+        states["master"] = master
+    if residual is not None:
+        sizes["weight"] -= residual.nbytes
+        states["master"] = residual
+    for key, value in states.items():
+        add("master" if "master" in key else "optimizer", stored_bytes(value), stored_dtype(value))
+    return _Weighed(parameter.numel(), sizes, dtypes, source)
+
+
+def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: float = 0.0) -> dict[str, float | None]:
+    elements = sum(w.elements for w in weighed) or 1
+    sizes: dict[str, float | None] = {key: sum(w.bytes[key] for w in weighed) / elements for key in BYTE_KEYS}
+    sizes["weight"] += transient_bytes / elements
+    if not knows_optimizer:
+        return sizes | dict.fromkeys(("master", "optimizer", "total"))
+    return sizes | {"total": sum(sizes.values())}
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return a tensor's bytes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
+    return sum(inner.nbytes for inner in inner_tensors(tensor))
+
+
+def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's residual of a weight at level O4, int8, or None. Products do not read it."""
+    return getattr(_local(parameter), "residual", None)
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a tensor's data in memory; of the first part of a wrapper subclass."""
+    return next(inner_tensors(tensor)).dtype
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with a tensor's bytes on this rank."""
+    tensor = _local(tensor)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+    if (residual := residual_of(tensor)) is not None:
+        yield residual
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
+        return tensor.ds_tensor  # this rank's part under ZeRO-3
+    return local_part(tensor)

@@ -1,0 +1,325 @@
+"""Prove at the first optimizer step that FP8 ran.
+
+Backends with counters report their products. For others (`ao`), a profile of the first training step counts them, from
+the first forward with gradients to the optimizer step. If any of it is compiled, or another profiler is active or
+announced (`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step. An exception restarts
+the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .. import words
+from ..announcement import announce
+from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..convert import conversion
+from ..convert.weight_products import CONVOLUTION
+from ..errors import FP8BackendError
+from ..torch_tools.backward_end import inside_backward
+from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
+from ..torch_tools.optimizers import parameter_ids, unwrapped
+from .auditing import count_flops, count_products, stored_dtype
+from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
+
+if TYPE_CHECKING:
+    from ..convert.conversion import Prepared
+    from ..recipes.handlers import Recipe
+
+logger = logging.getLogger("fp8_backends")
+
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
+"""Titles in the proof for kinds of weights with FP8 products."""
+_BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
+"""Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their name."""
+
+
+def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds.
+
+    Raises:
+        FP8BackendError: `optimizer` is not a PyTorch optimizer.
+    """
+    optimizer = unwrapped(optimizer)
+    if not hasattr(optimizer, "register_step_post_hook"):
+        name = type(optimizer).__name__
+        raise FP8BackendError(f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer")
+    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    held = parameter_ids(optimizer)
+    # sharding may have swapped all parameters; then every model counts
+    trained = [root for root in roots if any(id(p) in held for p in root[1].parameters())] or roots
+    new = [root for root in trained if optimizer not in root[2].observed.optimizers()]
+    for _, _, prepared in new:
+        prepared.observed.watch(optimizer)
+    unproven = [root for root in new if not root[2].observed.proven]
+    for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
+        FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
+
+
+@contextlib.contextmanager
+def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Delay the proof of these models while other code profiles, now or by its schedule later: PyTorch has a single
+    profiler."""
+    waiting = _first_steps(models)
+    for first_step in waiting:
+        first_step.waits += 1
+        first_step.begin_anew()
+    give_way()  # another model's
+    try:
+        yield
+    finally:
+        for first_step in waiting:
+            first_step.waits -= 1
+
+
+def begin_anew(models: Iterable[nn.Module]) -> None:
+    """Forget the profile of these models' first step after an exception."""
+    for first_step in _first_steps(models):
+        first_step.forget_step()
+
+
+def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
+    """Return the unfinished proofs of the prepared models in `models`."""
+    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    return {first_step for _, _, prepared in roots for first_step in prepared.observed.first_steps}
+
+
+class FirstStep:
+    """Watch prepared models from their first training forward to the first step of their optimizer."""
+
+    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+        self.roots = roots
+        self.compute = roots[0][2].compute
+        """The common backend of these models."""
+        self.layers = [layer for _, root, prepared in roots for layer in _layers_to_profile(root, prepared)]
+        self.profile: ProductProfile | None = None
+        self.began: nn.Module | None = None
+        """Root whose forward began the profile, with its layers' gradients at that time."""
+        self.gradients: list = []
+        self.overlapping = False
+        """True if a forward began before the last one's backward: gradients may be an earlier forward's."""
+        self.forward_seen = False
+        self.steps = 0
+        self.step_is_due = False
+        """True after a step inside backward, until the next forward looks at it."""
+        self.waits = 0
+        """Number of running blocks of code with their own profiler."""
+        self.hooked: set[nn.Module] = set()
+        """Roots with a hook on the end of their forward: one training forward has begun."""
+        self.hooks: list = []
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        # the optimizer's hook stays, without effect after the proof: a running hook cannot remove itself
+        optimizer.register_step_post_hook(self.after_step)
+        forward_hook = ForwardHook(self)
+        self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+        for _, _, prepared in self.roots:
+            prepared.observed.first_steps.append(self)
+
+    def before_forward(self, root: nn.Module) -> None:
+        self.forward_seen = True
+        if self.step_is_due and not inside_backward():
+            self.step_is_due = False
+            self._look_at_step()
+            return
+        for prepared in (prepared for _, known, prepared in self.roots if known is root):  # no replica of DataParallel
+            prepared.observed.measure(root)
+            if root not in self.hooked and torch.is_grad_enabled():
+                self.hooked.add(root)
+                # late, and never while a compiler traces
+                self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
+        if not self.layers or not torch.is_grad_enabled() or inside_backward():
+            return
+        if self.profile is not None and not self.profile.runs_here:
+            return  # complete, interrupted, or another thread's: `after_step` decides
+        grads = [layer.module.weight.grad for layer in self.layers]
+        gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]  # changes as each arrives
+        if self.began is root:
+            arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
+            self.overlapping |= not any(arrived)
+            if all(arrived) and not self.overlapping:
+                self.profile.stop()  # the first of several microbatches is enough
+            elif all(arrived) or not any(arrived):
+                self.profile.restart()  # no backward: no training, or a pipeline runs it later
+                self.gradients = gradients
+            return
+        if self.profile is None:
+            self._start_profile(begun=root)
+        if self.profile is not None and self.began is None:
+            self.began, self.gradients = root, gradients
+
+    def begin_anew(self) -> None:
+        """Abandon an incomplete profile. The next training forward starts another."""
+        if self.profile is not None and not self.profile.complete:
+            self.profile.abandon()
+            self.profile = self.began = None
+
+    def forget_step(self) -> None:
+        """Drop the profile and measurements of an interrupted step."""
+        self.begin_anew()
+        for meter in (prepared.observed.meter for _, _, prepared in self.roots):
+            if meter is not None:
+                meter.work.clear()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        if not self.roots or is_traced():
+            return
+        self.steps += 1
+        for _, root, prepared in self.roots:
+            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
+            prepared.observed.gradient_dtypes |= {n: stored_dtype(p.grad) for n, p in named if p.grad is not None}
+        runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
+        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
+        # Inside a backward, gradients of other layers are still to come, and autograd restarts a profiler stopped
+        # there. Nor can a thread stop another thread's. A compiled forward does not run hooks.
+        if not self.step_is_due or (was_due and not self.layers):
+            self._look_at_step()
+
+    def _look_at_step(self) -> None:
+        for _, root, prepared in self.roots:
+            if root.__dict__.get(conversion.PREPARED) is not prepared:
+                prepared.observed.prove(root)  # restored: nothing left to prove
+        if all(prepared.observed.proven for _, _, prepared in self.roots):
+            self._finish([{} for _ in self.roots])  # by another optimizer's step
+            return
+        if self.profile is not None and self.profile.running:
+            self.profile.stop()
+        if self.layers and (self.profile is None or not self.profile.complete):
+            self.profile = self.began = None
+            if not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
+                logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
+            return
+        counts = [count_products(root, prepared) for _, root, prepared in self.roots]
+        # a step before any forward only sets up optimizer states; compiled forwards are not seen
+        ran = any(_ran(count) for root_counts in counts for count in root_counts.values())
+        if not ran and not self.forward_seen and self.steps == 1:
+            return
+        self._finish(counts)
+
+    def _start_profile(self, begun: nn.Module | None = None) -> bool:
+        """Start a profile, and return True if it runs. A profile begun by a root's forward takes over from others, and
+        may contain compilation."""
+        if self.waits:
+            return False
+        profile = ProductProfile(self.layers)
+        if profile.start(begun):
+            self.profile = profile
+        return self.profile is not None
+
+    def _finish(self, counts: list[dict[str, ProductCounts]]) -> None:
+        roots, self.roots = self.roots, []
+        by_shape = self.profile is not None and self.profile.by_shape
+        self.layers, self.profile, self.began, self.gradients = [], None, None, []
+        self.hooked.clear()
+        if self.forward_seen:  # else the hook is compiled into the model, without effect: removing it would recompile
+            for hook in self.hooks:
+                hook.remove()
+        for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
+            prepared.observed.first_steps.remove(self)
+            if not prepared.observed.proven:
+                prepared.observed.prove(root)
+                conversion.update_report(root, prepared)
+                state_proof(root, prepared, root_counts, by_shape)
+
+
+class ForwardHook(TemporaryHook):
+    """Notify a `FirstStep` of the begin and end of its model's forwards. Inert in a copied, unpickled or compiled
+    model."""
+
+    def __init__(self, first_step: FirstStep) -> None:
+        self.first_step = first_step
+
+    def __call__(self, module: nn.Module, args, *output: object) -> None:
+        if is_traced():
+            return
+        if not output:
+            self.first_step.before_forward(module)
+        elif output[0] is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.first_step.forget_step()
+
+
+def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
+    """Return the converted layers of a root if its backend has no counters, else none."""
+    layers = prepared.compute.converted_layers(root)
+    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
+        return []
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
+    return [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
+
+
+def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
+    """Print the proof line.
+
+    Raises:
+        FP8BackendError: nothing ran in FP8, and the recipe's `on_unproven` is "raise".
+    """
+    name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
+    ran = {layer: count for layer, count in counts.items() if _ran(count)}
+    if not ran:
+        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(m.training for m in layers.values())
+        remedy = "Check that the prepared model is the one that trains, and in training mode"
+        if in_evaluation:
+            remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
+        in_none = f"in none of {words.counted(len(counts), 'converted layer')}"
+        message = f"{name}: no FP8 product ran in the first training step, {in_none}. {remedy}"
+        return refuse_unproven(message, prepared.recipe)
+    if idle := [layer for layer in counts if layer not in ran]:
+        logger.warning("%s: layers without products: %s", name, words.listed(idle))
+    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
+        other = [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]
+        if other:
+            message = "%s: layers whose weight gradient did not come from an FP8 product: %s"
+            logger.warning(message, name, words.listed(other))
+    announce(proof_line(root, prepared, counts, by_shape))
+
+
+def refuse_unproven(message: str, recipe: Recipe) -> None:
+    """Raise `FP8BackendError`, or warn if the recipe's `on_unproven` is "warn"."""
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}; on_unproven="warn" trains on regardless')
+    warnings.warn(message, stacklevel=3)
+
+
+def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
+    """Write a line such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
+    (bf16-exact)`."""
+    kind_of = {product.name: product.kind for product in prepared.report.products}
+    ran = [layer for layer, count in counts.items() if _ran(count)]
+    flops = count_flops(root, prepared, counts)
+    share = words.share(flops.in_fp8 / flops.needed if flops.needed else 0.0)
+    kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
+    layers = prepared.compute.converted_layers(root)
+    engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
+    notes += "; compiled, counted by shape" if by_shape else ""
+    notes += f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted" if flops.uncounted else ""
+    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values()))
+    return f"{prepared.recipe.name}: {layers_in_fp8}, {share} of weight FLOPs in FP8, {' '.join(kinds)} ({notes})"
+
+
+def _counted(ran: list[str], kinds: Counter[str]) -> str:
+    """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and of all."""
+    parts, beside = [], dict(kinds)
+    for title, counted in _COUNTED.items():
+        if number := sum(beside.pop(kind, 0) for kind in counted):
+            parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
+    others = [
+        words.counted(number, _BESIDE[kind]) if kind in _BESIDE else f"{number} {kind}"
+        for kind, number in beside.items()
+    ]
+    return ", ".join(parts or ["0/0 Linear"]) + (f" (beside {', '.join(others)})" if others else "")
+
+
+def _ran(count: ProductCounts) -> bool:
+    return any(getattr(count, kind) for kind in KINDS)

@@ -1,0 +1,1 @@
+"""Number formats, scaling rules and allowed ranges of numbers."""

@@ -1,0 +1,389 @@
+"""Choose scales: the scaling rules and their states.
+
+A scale `s` (FP32) maps a tensor into the range of an FP8 format: `codes = saturate(round(x * s))`, and
+`x ≈ codes * scale_inv` with `scale_inv = 1 / s`.
+
+=========  =============================================================  ==============  =====
+rule       scale                                                          one scale per   state
+=========  =============================================================  ==============  =====
+dynamic    from the tensor's own amax (TransformerEngine: current)        tensor          none
+delayed    from the amaxes of earlier steps (TransformerEngine: delayed)  tensor          yes
+rowwise    from each row's own amax                                       row             none
+blockwise  a power of two, from each block's own amax                     1 x 128 values  none
+           (TransformerEngine: Float8BlockScaling)                        (w: 128 x 128)
+mxfp8      a power of two in eight bits, from each block's own amax       1 x 32 values   none
+           (TransformerEngine: MXFP8BlockScaling; OCP Microscaling)
+window     a power of two, from the tensor's own amax for 16 steps, then  tensor          yes
+           from the largest amax of the last 16 steps (MS-AMP)
+=========  =============================================================  ==============  =====
+
+Codes, scales and histories of TransformerEngine's rules equal its own to the bit, with one difference: a tensor, row or
+block with an inf gets the scale_inv NaN instead of a finite number (see `scale_inv_of`), with the same codes. A block
+of mxfp8 keeps TransformerEngine's number, 2**127: products with all but small values (below 1/224 for E4M3) then
+overflow to inf.
+(Compiled for a GPU, a scale from a division may differ in its last bit, as Inductor's division does, unless
+`torch._inductor.config.eager_numerics.division_rounding` is set. Powers of two are computed on bits, and exact.)
+
+The state of one layer is an int32 tensor of FP32 bits: wrappers such as FSDP1's `buffer_dtype` or DeepSpeed's bf16
+engine cast every floating-point buffer of a module, and a scale in bf16 is a wrong scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .formats import FP32, Format, saturating_cast
+from .ranges import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, check_values
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+"""Rows of a state: the tensors of a layer."""
+SCALE, ROLLS, HISTORY = 0, 1, 2
+"""Columns of a state: the scale, an integer counter of rolls, and the start of the amax history."""
+
+WINDOW = 16
+"""Optimizer steps in the history of the `window` rule, and steps with just-in-time amaxes at its start."""
+
+
+class Quantized(NamedTuple):
+    """FP8 codes and their scales: values are `codes * scale_inv`."""
+
+    codes: torch.Tensor
+    """FP8, [rows, columns], row-major."""
+    scale_inv: torch.Tensor
+    """FP32, 0-dimensional (one scale) or [rows of blocks, blocks in a row]; for mxfp8 uint8, the bits of E8M0. An inf
+    gives NaN (mxfp8: 2**127)."""
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x|, FP32, 0-dimensional. NaN if x has one."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
+
+
+def without_nan(x: torch.Tensor) -> torch.Tensor:
+    """Replace NaN by 0. TransformerEngine's amax skips NaN; its code shows it."""
+    if torch.compiler.is_compiling():  # one pass; `nan_to_num` also compares with both infinities
+        return torch.where(x == x, x, torch.zeros_like(x))
+    return torch.nan_to_num(x, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+
+
+def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
+    """Return `fmt.max * 2**-margin / amax` in FP32; 1 for an amax of 0, inf or NaN; at most the largest FP32.
+
+    TransformerEngine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh).
+    """
+    # divide tensors: a Python number over a tensor multiplies by the reciprocal and rounds twice
+    scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=FP32.max)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+
+
+def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `2**floor(log2(fmt.max / amax))` in FP32; 1 for an amax of 0, inf or NaN; at most 2**126.
+
+    MS-AMP's rule (FP8-LM, arXiv:2310.18313): multiplying by such a scale does not round. 2**126 is the largest one with
+    a normal FP32 inverse.
+    """
+    return _power_of_two_scale(amax, fmt, largest=126)
+
+
+def block_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `power_of_two_scale`, but at most 2**127: TransformerEngine's `compute_scale_from_amax` with powers of
+    two, its default for blocks. It clamps overflow to the input dtype's largest number, with exponent 127."""
+    return _power_of_two_scale(amax, fmt, largest=127)
+
+
+def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.Tensor:
+    # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to a power of two
+    bits, max_bits = amax.view(torch.int32), fmt.max_bits
+    quotient = (max_bits >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
+    scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+
+
+def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Return `1 / scale`, or NaN for an amax that is not finite.
+
+    The saturating cast turns an inf into the format's maximum; the NaN shows the overflow to loss scalers, gradient
+    clipping and users. The scale itself stays finite, so the next step is not affected.
+    """
+    return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan")))
+
+
+def times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    return number if factor is None else number * factor
+
+
+# Blocks: parts of a matrix with one scale each; at the right and lower edge they may be smaller
+
+
+class Blocks(NamedTuple):
+    """Block shape and scaling rule of a matrix. Scales are [rows of blocks, blocks in a row]."""
+
+    rows: int
+    columns: int | None
+    """None: all columns."""
+    scale: Callable[[torch.Tensor, Format], torch.Tensor]
+    """FP32 scales from amaxes."""
+    inverse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Stored scale_inv from (scales, amaxes): FP32, or the bits of E8M0 as uint8."""
+
+    def quantize(self, x: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None) -> Quantized:
+        """Quantize x or `x * stored_scale_inv`. x: [rows, columns] of any strides, bf16, fp16 or fp32;
+        stored_scale_inv: FP32, 0-dimensional, a power of two, so that values round once."""
+        amax = times(self.amax(x), stored_scale_inv)
+        scale = self.scale(amax, fmt)
+        return Quantized(self.cast(x, times(scale, stored_scale_inv), fmt), self.inverse(scale, amax))
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """Return max |x| of each block, skipping NaN. FP32."""
+        return without_nan(self.tiles(x)).abs_().amax((1, 3)).float()
+
+    def cast(self, x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
+        """Multiply x by the factor of its block, and cast. FP8, row-major."""
+        return self._matrix(saturating_cast(self.tiles(x).float() * factor.unsqueeze(1).unsqueeze(3), fmt), x.shape)
+
+    def repeated(self, scale_inv: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Repeat one scale_inv, a power of two, for every block of a matrix, as `inverse` stores it."""
+        down, across = -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
+        return self.inverse(scale_inv.reciprocal(), scale_inv).repeat(down, across)
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values: bf16, fp16 or fp32, [rows, columns], rounded once. With powers of two as scales, normal
+        numbers of the dtype are exact."""
+        scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
+        values = self.tiles(q.codes.float()) * scale_inv.unsqueeze(1).unsqueeze(3)
+        return self._matrix(values.to(dtype), q.codes.shape)
+
+    def tiles(self, x: torch.Tensor) -> torch.Tensor:
+        """View as [rows of blocks, rows of a block, blocks in a row, columns of a block], padded with zeros."""
+        width = self.columns or x.shape[1]
+        missing = -x.shape[0] % self.rows, -x.shape[1] % width
+        if any(missing):
+            x = F.pad(x, (0, missing[1], 0, missing[0]))
+        return x.reshape(x.shape[0] // self.rows, self.rows, x.shape[1] // width, width)
+
+    def _matrix(self, tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        a, b, c, d = tiles.shape
+        matrix = tiles.reshape(a * b, c * d).narrow(0, 0, shape[0]).narrow(1, 0, shape[1])
+        return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the inverse of `2**ceil(log2(amax / fmt.max))`: FP32 from 2**-127 (an amax of inf) to 2**127 (0 and the
+    smallest).
+
+    TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`; its two roundings to FP32 are part of the rule.
+    """
+    bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # exponent 0 stands for 2**-127: round subnormal numbers up only above it
+    upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 1 << 22))
+    exponent = (exponent + upwards.to(torch.int32)).clamp(max=254)  # biased, of the inverse
+    # 2**-127, the inverse of the largest, is subnormal in FP32
+    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
+    return bits.view(torch.float32)
+
+
+def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of a power of two from `mx_scale` as a biased exponent: uint8. Ignores the amax."""
+    return (254 - (scale.view(torch.int32) >> 23)).to(torch.uint8)
+
+
+def e8m0_values(bits: torch.Tensor) -> torch.Tensor:
+    """Return `2**(bits - 127)` for uint8 bits, NaN for 255. FP32."""
+    exponent = bits.to(torch.int32)
+    ends = ((exponent == 0) | (exponent == 255)).to(torch.int32)  # subnormal 2**-127 and NaN set the same bit
+    return (exponent << 23 | ends << 22).view(torch.float32)
+
+
+ROWS = Blocks(1, None, scale_from_amax, scale_inv_of)
+"""The blocks of `rowwise`."""
+VECTORS, SQUARES = Blocks(1, 128, block_scale, scale_inv_of), Blocks(128, 128, block_scale, scale_inv_of)
+"""The blocks of `blockwise`: VECTORS of activations and gradients, along the contraction; SQUARES of weights, the same
+for their transpose."""
+MX = Blocks(1, 32, mx_scale, e8m0_bits)
+"""The blocks of `mxfp8`."""
+
+
+# Delayed scaling: the state of one layer is int32 [3, 2 + history length], viewed as FP32
+
+
+def new_delayed_state(history_len: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return a fresh state: scale 1 (TransformerEngine's first step), an empty history. int32 [3, 2 + history_len]."""
+    state = torch.zeros(3, HISTORY + history_len, dtype=torch.int32, device=device)
+    state.view(torch.float32).select(1, SCALE).fill_(1.0)
+    return state
+
+
+def delayed_scale(state: torch.Tensor, tensor: int) -> torch.Tensor:
+    """Return the current scale for INPUT, WEIGHT or GRAD_OUTPUT. FP32, 0-dimensional."""
+    return state.view(torch.float32).select(0, tensor).select(0, SCALE)
+
+
+def record_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
+    """Set history[0] = max(history[0], amax). Recomputation may record again; NaN is ignored."""
+    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
+    newest.copy_(torch.fmax(newest, amax))
+
+
+def rolled_delayed_states(
+    states: torch.Tensor, format_max: torch.Tensor, margin: int, algorithm: str, interval: int
+) -> torch.Tensor:
+    """Return the states of any number of layers after one step. int32 [layers, 3, 2 + L] in and out.
+
+    TransformerEngine's fused update (common/recipe/delayed_scaling.cu). With the recorded amax `a = history[0]`:
+    if a is 0, nothing changes; else `A` is a (`most_recent`) or the largest of the history (`max`), the history
+    shifts with a at its end, and a finite A gives the scale `format_max * 2**-margin / A`, at every `interval`-th roll.
+    format_max: FP32, broadcastable to [layers, 3].
+    """
+    bits, length = states.view(torch.float32), states.shape[-1] - HISTORY
+    scale, history, rolls = bits.select(-1, SCALE), bits.narrow(-1, HISTORY, length), states.select(-1, ROLLS)
+    recorded = history.select(-1, 0)
+    seen = recorded != 0
+    amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
+    due = seen & (amax > 0) & (amax < torch.inf)
+    due = due if interval == 1 else due & (rolls % interval == 0)
+    new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max), scale)
+    room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
+    shifted = torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1) if length > 1 else room
+    new_history = torch.where(seen.unsqueeze(-1), shifted, history)
+    return torch.cat(
+        [
+            new_scale.unsqueeze(-1).view(torch.int32),
+            (rolls + seen).to(torch.int32).unsqueeze(-1),
+            new_history.view(torch.int32),
+        ],
+        dim=-1,
+    )
+
+
+def check_state(state: torch.Tensor, scaling: str, name: str, advice: str) -> None:
+    """Raise `FP8BackendError` for numbers in a saved state that its rule cannot produce.
+
+    Args:
+        state: int32 [3, 2 + history length], or [experts, 3, 2 + history length].
+        scaling: "delayed" or "window".
+        name: the state's name in the error.
+        advice: the way out, at the error's end.
+    """
+    bits, first = state.view(torch.float32), HISTORY
+    check_values(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}", advice)
+    check_values(state.select(-1, ROLLS), COUNT, f"a counter of {name}", advice)
+    if scaling == "window":  # an overflow before the end of the step, such as after a skipped step
+        newest, first = bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf), HISTORY + 1
+        check_values(newest, AMAX, f"the newest amax of {name}", advice)
+    history = bits.narrow(-1, first, bits.shape[-1] - first)
+    check_values(history, AMAX if scaling == "delayed" else NOT_NEGATIVE, f"the amax history of {name}", advice)
+
+
+# The window rule: the delayed rule's layout with a history of WINDOW; its WEIGHT row is unused
+
+
+def new_window_state(device: torch.device | str | None = None) -> torch.Tensor:
+    """Return a fresh state, with WINDOW just-in-time steps ahead. int32 [3, 2 + WINDOW]."""
+    return new_delayed_state(WINDOW, device)
+
+
+def window_scale(state: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the scale for INPUT or GRAD_OUTPUT, chosen on the device: from the tensor's own `amax` in the first WINDOW
+    steps, then the state's. FP32, 0-dimensional."""
+    warm = state.select(0, tensor).select(0, ROLLS) >= WINDOW
+    return torch.where(warm, delayed_scale(state, tensor), power_of_two_scale(amax, fmt))
+
+
+def record_window_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
+    """Set history[0] = max(history[0], amax). A NaN stays for the end of the step."""
+    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
+    newest.copy_(torch.maximum(newest, amax))
+
+
+def rolled_window_states(states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
+    """Return the states of any number of layers after one optimizer step. int32 [layers, 3, 2 + WINDOW].
+
+    MS-AMP's schedule (FP8-LM, arXiv:2310.18313). With the recorded amax `a = history[0]` of a tensor: the scale follows
+    from the largest of the history, the history shifts by one step, and the counter rises. A non-finite `a` is dropped
+    and sets the counter to 0: WINDOW just-in-time steps follow. If only zeros were recorded, as in a layer that did not
+    run, nothing changes. (MS-AMP shifts such steps into the window; WINDOW of them would leave no amax, and saturate.)
+    formats: of input, weight and the output's gradient.
+    """
+    return torch.stack([_rolled_window(rows, fmt) for rows, fmt in zip(states.unbind(1), formats, strict=True)], 1)
+
+
+def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
+    bits = rows.view(torch.float32)
+    scale, rolls, history = bits.select(-1, SCALE), rows.select(-1, ROLLS), bits.narrow(-1, HISTORY, WINDOW)
+    recorded = history.select(-1, 0)
+    overflowed = ~torch.isfinite(recorded)
+    rolls_on = (recorded != 0) & ~overflowed
+    new_scale = torch.where(rolls_on, power_of_two_scale(history.amax(-1), fmt), scale)
+    new_rolls = torch.where(overflowed, torch.zeros_like(rolls), rolls + rolls_on.to(torch.int32))
+    earlier = history.narrow(-1, 1, WINDOW - 1)
+    past = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
+    room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
+    new_bits = [values.view(torch.int32) for values in (new_scale.unsqueeze(-1), room, past)]
+    return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)
+
+
+# Faults of states, found on the device. States are int32 [n, 3, 2 + history length]
+
+MOST_CLIPPED = (64.0, 64.0, 4096.0)
+"""For INPUT, WEIGHT and GRAD_OUTPUT: largest ratio of an amax to the largest number in range of its scale.
+
+The amax of activations and weights is some ten times their root mean square, so beyond 64 most of a tensor is out of
+range. Gradients have far longer tails, and their amax moves by a hundred times from step to step in ordinary training:
+clipping these few values does no harm.
+"""
+
+_INF = 0x7F800000
+"""FP32 bits of inf. NaN has larger ones, and negative numbers have negative ones."""
+
+
+def overshoot(states: torch.Tensor, format_max: torch.Tensor, warm_from: int) -> torch.Tensor:
+    """Return the ratio of the newest amax to the largest number in range: FP32 [n, 3], 0 if none was recorded.
+
+    Args:
+        format_max: the largest code of each of the three tensors' formats, FP32 [3].
+        warm_from: number of rolls before the state's scale is used.
+    """
+    numbers = states.view(torch.float32)
+    over = numbers[..., HISTORY] * numbers[..., SCALE] / format_max
+    return torch.where(states[..., ROLLS] >= warm_from, over, torch.zeros_like(over))
+
+
+def is_clipped(over: torch.Tensor) -> torch.Tensor:
+    """Return True for each `overshoot` at which a tensor loses most of its values to clipping: bool [n, 3]. False for
+    an amax that is not finite."""
+    return (over > on_device(MOST_CLIPPED, over.device)) & torch.isfinite(over)
+
+
+def on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return FP32 numbers, filled in on the device: copying them from the host would wait for it."""
+    return torch.stack([torch.full((), number, dtype=torch.float32, device=device) for number in numbers])
+
+
+def is_invalid(states: torch.Tensor, reads_history: bool) -> torch.Tensor:
+    """Return True for each scale that is not a positive number, or history with an impossible amax: bool [n, 3].
+    Ignores the newest amax, which has not been rolled in.
+
+    Args:
+        reads_history: the rule takes the largest of the history, so an inf stops the scale until it leaves the history.
+            Otherwise an inf is harmless, and usual while a loss scaler looks for its limit.
+    """
+    scale, past = states[..., SCALE], states[..., HISTORY + 1 :]
+    invalid = (scale <= 0) | (scale >= _INF)
+    return invalid | ((past < 0) | (past >= _INF if reads_history else past > _INF)).any(-1)
+
+
+def anew(states: torch.Tensor, format_max: torch.Tensor, margin: int) -> torch.Tensor:
+    """Return fresh states with scales from the newest amaxes: int32 [n, 3, 2 + history length]. The scale is 1 for an
+    amax of 0, inf or NaN. A window state restarts its just-in-time steps, since its counter is 0."""
+    amax = states.view(torch.float32)[..., HISTORY]
+    scale = torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max)
+    scale = torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+    new = torch.zeros_like(states)
+    new[..., SCALE] = scale.view(torch.int32)
+    return new

@@ -1,0 +1,149 @@
+"""Quantize a matrix for the products that read it. PyTorch operations, CPU parts and Triton kernels give the same bits.
+
+A matrix takes part in two products, one contracting its columns, the other its rows, and Hopper's FP8 units contract
+only along contiguous memory. Triton kernels write both layouts in one pass. On a CPU, and under `torch.compile`, codes
+are computed once and products read views.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats.formats import Format, saturating_cast
+from ..formats.scaling import (
+    ROWS,
+    Blocks,
+    Quantized,
+    power_of_two_scale,
+    scale_from_amax,
+    scale_inv_of,
+    tensor_amax,
+    times,
+    window_scale,
+    without_nan,
+)
+from . import cpu_casts
+from .layouts import DYNAMIC, POWER_OF_TWO, Layouts
+from .triton_gate import usable
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+    *,
+    rule: str = DYNAMIC,
+    window_state: torch.Tensor | None = None,
+    stored_scale_inv: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> Layouts:
+    """Quantize a matrix with one scale. `scale_inv` is NaN if the amax is not finite.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or FP32, any strides.
+        fmt: E4M3 or E5M2.
+        scale: FP32, 0-dim; None: derived from the amax by `rule`.
+        rows, columns: requested layouts: `codes`, `transposed`.
+        rule: only DYNAMIC leaves NaN out of the amax.
+        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Read only.
+        stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x * stored_scale_inv`, without a copy.
+        record: int32, 0-dim, bits of an FP32 amax, raised to this amax in place (`scaling.record_amax`,
+            `record_window_amax`). Ignores a NaN left out of the amax.
+        amax: FP32, 0-dim: max |x| if known, to save a pass over x.
+    """
+    if usable(x):
+        from . import triton_matrix  # Triton takes a second to load
+
+        return triton_matrix.quantize(
+            *(x, fmt, scale, rows, columns),
+            rule=rule,
+            window_state=window_state,
+            stored_scale_inv=stored_scale_inv,
+            record=record,
+            amax=amax,
+        )
+    keep_nan = rule != DYNAMIC
+    amax = times(amax_of(x, keep_nan) if amax is None else amax, stored_scale_inv)
+    if record is not None:
+        recorded = record.view(torch.float32)
+        recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
+    if scale is None and rule == DYNAMIC:
+        scale = scale_from_amax(amax, fmt)
+    elif scale is None and rule == POWER_OF_TWO:
+        scale = power_of_two_scale(amax, fmt)
+    elif scale is None:
+        scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
+    # exact, since the stored scale is a power of two
+    return Layouts(cast(x, times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax)
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    rows: bool = True,
+    columns: bool = True,
+    *,
+    stored_scale_inv: torch.Tensor | None = None,
+) -> Layouts:
+    """Quantize a matrix and its transpose with a scale for each block, without an amax. Results may be views on a CPU.
+
+    Args:
+        blocks: `scaling.ROWS`, `VECTORS`, `SQUARES` or `MX`.
+        x, fmt, rows, columns, stored_scale_inv: as in `quantize`.
+    """
+    if usable(x):
+        from . import triton_blocks as kernels  # as above
+
+        return kernels.quantize_blocks(x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+    along_columns = _in_blocks(x, blocks, fmt, False, stored_scale_inv) if rows else (None, None)
+    along_rows = _in_blocks(x, blocks, fmt, True, stored_scale_inv) if columns else (None, None)
+    return Layouts(*along_columns, *along_rows)
+
+
+def quantize_rows(
+    x: torch.Tensor, fmt: Format, amax: torch.Tensor, stored_scale_inv: torch.Tensor | None = None
+) -> Quantized:
+    """Run `quantize_blocks` in ROWS from known amaxes of the rows, FP32 [rows, 1]."""
+    amax = times(amax, stored_scale_inv)
+    scale = ROWS.scale(amax, fmt)
+    return Quantized(ROWS.cast(x, times(scale, stored_scale_inv), fmt), ROWS.inverse(scale, amax))
+
+
+def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values, bf16 or FP32, of codes [rows, columns] in blocks."""
+    if cpu_casts.serves(q.codes):
+        return cpu_casts.dequantize_blocks(q, blocks, dtype)
+    return blocks.dequantize(q, dtype)
+
+
+def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
+    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`."""
+    if usable(x):
+        from . import triton_matrix  # as above
+
+        return triton_matrix.amax(x, keep_nan)
+    if cpu_casts.serves(x) and not keep_nan:
+        amax = tensor_amax(x)
+        return amax if amax == amax else tensor_amax(without_nan(x))  # copies x only if it has a NaN
+    x = x if keep_nan else without_nan(x)
+    # Inductor makes two reductions of `aminmax` and materializes their common input
+    return x.abs().amax().float() if torch.compiler.is_compiling() else tensor_amax(x)
+
+
+def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Cast x [rows, columns] times a factor, saturating, to nearest: FP8, row-major."""
+    return cpu_casts.cast(x, factor, fmt) if cpu_casts.serves(x) else saturating_cast(x.float() * factor, fmt)
+
+
+def _in_blocks(
+    x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
+) -> Quantized:
+    if cpu_casts.serves(x):
+        quantized = cpu_casts.quantize_blocks(x, blocks, fmt, transposed, stored_scale_inv)
+        if quantized is not None:
+            return quantized
+    return blocks.quantize(x.t() if transposed else x, fmt, stored_scale_inv)

@@ -1,0 +1,216 @@
+"""Arithmetic shared by the Triton kernels: `scaling` and `formats` on a GPU, to the bit.
+
+Importing this module loads Triton, so check `triton_gate.usable` first. Launch every kernel with `**OPTIONS` inside
+`triton_gate.on_device_of(tensor)`.
+
+FP8 codes are uint8 in kernels and pointers, as older GPUs and Triton's interpreter use integer operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.formats import E4M3, E4M11, E5M2, FORMATS, saturating_cast
+
+OPTIONS = {"enable_fp_fusion": False}
+"""Options of every launch: a fused product and sum would be rounded once, not twice."""
+
+_FORMATS = tl.constexpr({f.name: (f.max, f.mantissa_bits, f.min_exponent) for f in (*FORMATS.values(), E4M11)})
+
+# Constants of a kernel. Triton's disk cache key covers only globals that are `tl.constexpr`. Formats are named as in
+# `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
+
+
+def ceil_div(number: int, size: int) -> int:
+    """Divide on the host, rounding up. `triton.cdiv` takes microseconds there."""
+    return -(-number // size)
+
+
+@triton.constexpr_function
+def format_max(fmt):
+    """Return the largest finite magnitude."""
+    return _FORMATS.value[fmt][0]
+
+
+@triton.constexpr_function
+def dropped_bits(fmt):
+    """Count the mantissa bits lost from FP32."""
+    return 23 - _FORMATS.value[fmt][1]
+
+
+@triton.constexpr_function
+def smallest_normal(fmt):
+    return 2.0 ** _FORMATS.value[fmt][2]
+
+
+@triton.constexpr_function
+def smallest_bits(fmt):
+    """Return the smallest positive number as FP32 bits, subnormal for bf16."""
+    exponent = _FORMATS.value[fmt][2] - _FORMATS.value[fmt][1]
+    return exponent + 127 << 23 if exponent >= -126 else 1 << exponent + 149
+
+
+@triton.constexpr_function
+def bits_of(number):
+    """Return FP32 bits of a positive normal FP32 number."""
+    fraction, exponent = math.frexp(number)  # the fraction is from 0.5 to 1
+    return (exponent + 126 << 23) + int((2 * fraction - 1) * 2**23)
+
+
+@triton.constexpr_function
+def _power(exponent):
+    return 2.0**exponent
+
+
+@triton.jit
+def as_fp32(x):
+    """Convert bf16, fp16 or FP32 to FP32. bf16 on its bits: Triton's interpreter misreads subnormal numbers."""
+    if x.dtype == tl.bfloat16:
+        return from_bits(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def to_nearest(x, DTYPE: tl.constexpr):
+    """Round FP32 to another dtype, to nearest even. bf16 on its bits: Triton's interpreter rounds differently."""
+    if DTYPE == tl.bfloat16:
+        bits = as_bits(x)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, upper, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def magnitude(x):
+    """Return |x| in FP32, zero for NaN."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def as_bits(x):
+    """Reinterpret FP32 as int32. For magnitudes the order is kept, with NaN above inf."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits(bits):
+    """Reinterpret int32 as FP32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_finite(amax):
+    """Return True for a finite amax; NaN is not."""
+    return amax < float("inf")
+
+
+@triton.jit
+def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
+    """Compute `scaling.scale_from_amax`: FORMAT_MAX / amax, at most FP32's maximum; 1 for an amax of 0, inf or NaN."""
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FORMAT_MAX, amax), format_max("fp32"))
+    return tl.where((amax > 0) & is_finite(amax), scale, 1.0)
+
+
+@triton.jit
+def power_of_two_scale(amax, FORMAT_MAX: tl.constexpr, LARGEST: tl.constexpr):
+    """Compute `2**floor(log2(FORMAT_MAX / amax))`, at most 2**LARGEST; 1 for an amax of 0, inf or NaN. LARGEST is 126
+    in `scaling.power_of_two_scale`, 127 in `scaling.block_scale`."""
+    bits = as_bits(amax)
+    above = ((bits & 0x7FFFFF) > (bits_of(FORMAT_MAX) & 0x7FFFFF)).to(tl.int32)
+    quotient = (bits_of(FORMAT_MAX) >> 23) - (bits >> 23) - above
+    scale = from_bits((tl.minimum(quotient, LARGEST) + 127) << 23)
+    return tl.where((amax > 0) & is_finite(amax), scale, 1.0)
+
+
+@triton.jit
+def scale_inv_of(scale, amax):
+    """Compute `scaling.scale_inv_of`: 1 / scale, NaN for a non-finite amax."""
+    return tl.where(is_finite(amax), tl.div_rn(tl.zeros_like(scale) + 1.0, scale), float("nan"))
+
+
+@triton.jit
+def _on_grid(x, FORMAT: tl.constexpr):
+    """Round FP32 to a format's numbers, to nearest even, without saturation. Adds a power of two with the format's unit
+    as its last place, which rounds, and subtracts it, which is exact."""
+    bits = as_bits(x)
+    power = from_bits(bits & 0x7F800000)
+    unit = tl.maximum(power, smallest_normal(FORMAT)) * _power(dropped_bits(FORMAT))
+    rounded = (tl.abs(x) + unit) - unit
+    return from_bits(as_bits(rounded) | (bits & -0x80000000))
+
+
+@triton.jit
+def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
+    """Compute `formats.saturating_cast` of scaled FP32 values: to nearest even, saturating, NaN stays NaN.
+
+    FORMAT: "e4m3" or "e5m2" (uint8 codes), or "fp16" (float16). HAS_FP8_CASTS: `triton_gate.has_fp8_casts`, one
+    instruction for two values.
+    """
+    if FORMAT == "fp16":
+        largest: tl.constexpr = format_max(FORMAT)
+        return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    elif HAS_FP8_CASTS:
+        if FORMAT == "e4m3":
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        rounded = _on_grid(tl.minimum(tl.abs(x), format_max(FORMAT)), FORMAT)
+        code = tl.where(x == x, magnitude_codes(rounded, FORMAT), 0x7F)
+        return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def magnitude_codes(x, FORMAT: tl.constexpr):
+    """Encode magnitudes on the grid of "e4m3", "e5m2", "e4m11" or "root8" as int32 codes. Multiplied by FP32's smallest
+    normal number over the format's, a number has its code in its upper bits, subnormal codes included."""
+    return as_bits(x * (_power(-126) / smallest_normal(FORMAT))) >> dropped_bits(FORMAT)
+
+
+@triton.jit
+def from_codes(codes, FORMAT: tl.constexpr):
+    """Decode uint8 codes of "e4m3" or "e5m2" to FP32. inf and NaN become numbers: their scale is NaN."""
+    bits = codes.to(tl.int32)
+    values = from_magnitude_codes(bits & 0x7F, FORMAT)
+    return from_bits(as_bits(values) | ((bits & 0x80) << 24))
+
+
+@triton.jit
+def from_magnitude_codes(codes, FORMAT: tl.constexpr):
+    """Invert `magnitude_codes`."""
+    return from_bits(codes << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))
+
+
+_TRIAL_BLOCK = 2048
+
+
+@torch.no_grad()
+def obstacle(device: torch.device, has_fp8_casts: bool) -> str | None:
+    """Try the kernels on a device: return the reason against them, or None. Waits for the device. Triton's errors pass.
+
+    The launcher needs a C compiler, the code generator may not support a new GPU, and FP8 casts depend on hardware:
+    both formats' codes of all bf16 numbers must equal PyTorch's.
+    """
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().to(device)
+    for fmt in (E4M3, E5M2):
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            _cast_kernel[(x.numel() // _TRIAL_BLOCK,)](x, codes, fmt.name, has_fp8_casts, _TRIAL_BLOCK, **OPTIONS)
+        right = codes == saturating_cast(x, fmt).view(torch.uint8)
+        right |= x.isnan() & codes.view(fmt.dtype).float().isnan()  # the sign of a NaN is free
+        if wrong := int((~right).sum()):
+            return f"{wrong} of {x.numel()} casts to {fmt.name} differ from PyTorch's"
+    return None
+
+
+@triton.jit
+def _cast_kernel(x_ptr, codes_ptr, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + at, to_codes(tl.load(x_ptr + at), FORMAT, HAS_FP8_CASTS))

@@ -1,0 +1,140 @@
+"""Follow the steps of an optimizer that trains prepared models."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..checkpoints import scaling_state
+from ..comm import ddp
+from ..convert import conversion
+from ..convert.conversion import PREPARED, Prepared, prepared_roots
+from ..evidence import proof
+from ..recipes.handlers import Recipe
+from ..states import gradient_release, levels, optimizers
+from ..tensors.scaled_tensor import ScaledTensor
+from ..torch_tools.modules import plain_name
+from ..torch_tools.optimizers import parameter_ids, parameters_of, unwrapped
+from ..watch import guard, monitor
+from ..words import listed
+
+logger = logging.getLogger("fp8_backends")
+
+
+def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated.
+
+    Raises:
+        FP8BackendError: levels do not support this class, or it has an option without a scaled form.
+    """
+    if recipe.level != "O0":
+        optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
+
+
+def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Print the proof at the optimizer's first step, for the prepared models whose parameters it holds.
+
+    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is the
+    models' recipe; each prepared model carries its own.
+    """
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    inner = unwrapped(optimizer)
+    convert_optimizer(inner, recipe)
+    if recipe.shares_states:
+        _share_out_states(inner)
+    if recipe.gradient_release:
+        # Accelerate lists models without their DDP
+        references = [prepared.observed.wrapper for model in models for _, _, prepared in prepared_roots(model)]
+        wrappers = [wrapper for reference in references if reference is not None and (wrapper := reference())]
+        by_ddp = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
+        gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
+    guard.watch(models, inner, recipe)
+    proof.watch(models, optimizer)
+    monitor.watch(models, inner, recipe)
+    if (after_step := _after_step(inner)) is None:
+        inner.register_step_post_hook(after_step := AfterStep())
+        scaling_state.StateDictHooks(inner, after_step.modules_of)
+    after_step.add(models)
+    ddp.follow(inner)
+
+
+def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Assign the optimizer states of each weight, and its master or residual, to one rank of its DDP. Every rank calls
+    it, after `connect_ranks`."""
+    scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
+    weights = [p for p in scaled if ddp.connection_of(p) is not None]
+    connection = ddp.connection_of(weights[0]) if weights else None
+    if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
+        optimizer.fp8_owners = connection.owners = ddp.SharedOut(weights, connection.group)
+        optimizer.register_step_pre_hook(connection.owners.refuse_local_step)
+        optimizer.forget_others()
+
+
+NO_OPTIMIZER = (
+    "added after the model was prepared, in no prepared optimizer, and so not trained: call "
+    "optimizer.add_param_group, or make the optimizer and prepare both when the model is complete"
+)
+"""Warning about trainable parameters that a step left unchanged."""
+
+
+class AfterStep:
+    """Run after each optimizer step: notify the backends, and warn about layers added after `prepare` and parameters
+    that no optimizer trains."""
+
+    def __init__(self) -> None:
+        self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """The last `_identity` of each prepared root."""
+
+    def add(self, models: list[nn.Module]) -> None:
+        for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
+            self.modules_of.setdefault(root, _identity(root))
+            left_out, observed = _left_out(root, prepared), prepared.observed
+            observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        for root, identity in list(self.modules_of.items()):
+            prepared = root.__dict__.get(PREPARED)
+            if not prepared:
+                continue
+            prepared.compute.after_optimizer_step(root)
+            if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
+                self.modules_of[root] = now
+                if added := conversion.update_report(root, prepared):
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
+                left_out = prepared.observed.left_out
+                if new := sorted(_left_out(root, prepared) - left_out):
+                    left_out.update(new)
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
+
+
+def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:
+    return next((hook for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, AfterStep)), None)
+
+
+def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return True if a model of this optimizer is proven; None without a prepared model."""
+    if (after_step := _after_step(optimizer)) is None:
+        return True if type(optimizer).__module__.startswith("msamp") else None  # MS-AMP proves nothing
+    records = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
+    return any(prepared and prepared.observed.proven for prepared in records)
+
+
+def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
+    """Return the names of trainable parameters that no optimizer of this root holds."""
+    held = set().union(*map(parameter_ids, prepared.observed.optimizers()))
+    return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
+
+
+def _identity(root: nn.Module) -> int:
+    """Return a number that changes if modules are added, swapped or removed. Cheap: every step needs it."""
+    identity, modules = 0, [root]
+    while modules:
+        module = modules.pop()
+        identity += id(module)
+        if module is not None and module._modules:
+            modules += module._modules.values()
+    return identity

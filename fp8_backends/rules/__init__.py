@@ -1,0 +1,35 @@
+"""Known problems as rows of data, one module a theme; `validators` is the loop over them."""
+
+from collections.abc import Iterable
+
+from ..errors import RecipeError
+from .chips import CHIP_RULES, TE_RULES
+from .engines import COMPILATION_RULES, ENGINE_RULES, OPTIMIZER_RULES, RELEASE_RULES, TENSOR_PARALLEL_RULES
+from .models import MODEL_RULES
+from .setup import Compiled, Machine, Parallel, Rule, Setup, Severity
+
+THEMES = {
+    "Chips and libraries": CHIP_RULES,
+    "TransformerEngine": TE_RULES,
+    "Engines and ranks": ENGINE_RULES,
+    "torch.compile, checkpointing, attention": COMPILATION_RULES,
+    "Models and sizes": MODEL_RULES,
+    "Optimizers": OPTIMIZER_RULES,
+    "Gradient release": RELEASE_RULES,
+}
+RULES = {rule.name: rule for rules in THEMES.values() for rule in rules}
+
+__all__ = ["TENSOR_PARALLEL_RULES", "Compiled", "Machine", "Parallel", "Rule", "Setup", "Severity"]
+
+
+def refuse(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> None:
+    """Raise `RecipeError` for the first applying rule that is not only reported."""
+    for rule in rules:
+        if rule.applies(setup) and rule.is_raised(setup):
+            raise refusal(rule.name, setup)
+
+
+def refusal(name: str, setup: Setup) -> RecipeError:
+    """Return the error of a rule: its reason with the detail of this setup, and the fix."""
+    rule = RULES[name]
+    return RecipeError(f"{setup.recipe.name}: {rule.reason_in(setup)}. Fix: {rule.fix}")

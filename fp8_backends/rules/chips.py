@@ -1,0 +1,138 @@
+"""Limits of chips and libraries; `compute.chips` has the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, release, supports
+from .setup import Setup, error, warning
+
+TORCH = (2, 11)
+"""The oldest PyTorch in this package's tests (`install_requires`)."""
+FSDP2_TORCH = (2, 6)
+"""Accelerate's own bound (`FSDP2_PYTORCH_VERSION`)."""
+REDUCE_SCATTER_TORCH = (2, 9)
+"""The first PyTorch with the `FSDPModule.set_custom_reduce_scatter` called by `comm.fsdp2`."""
+CUDA = (12, 4)
+"""The oldest CUDA for FP8 training according to Axolotl and TorchAO."""
+
+
+def _old_torch(setup: Setup, needed: tuple[int, int]) -> str:
+    return f"torch {release(setup.machine.torch)}" if setup.machine.torch < needed else ""
+
+
+def _emulated_or_refused(setup: Setup) -> str:
+    """List the backends emulated and refused by this chip."""
+    names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
+    for support in supports(setup.machine.chip, setup.machine.cuda):
+        names.get(support.state, []).extend(support.backends)
+    return "; ".join(f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends)
+
+
+CHIP_RULES = (
+    warning(
+        "no_fp8_hardware",
+        lambda s: not s.machine.chip.fp8 and (_emulated_or_refused(s) or True),
+        "no FP8 hardware here: FP8 products are made by other means, with the same numbers and slower than bf16",
+        'train with mixed_precision="bf16" for speed; FP8 here is for checking a recipe',
+    ),
+    warning(
+        "slow_autocast",
+        lambda s: (
+            not s.machine.bf16_products
+            and "autocast_dtype" in s.recipe.given
+            and s.recipe.autocast_dtype != "fp32"
+            and f"autocast_dtype={s.recipe.autocast_dtype!r}"
+        ),
+        "this CPU has no fast products of 16 bits: what runs around FP8 in bf16 or fp16 takes from 7 to 1,000 times as "
+        "long as in FP32",
+        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False), and FP32 runs around FP8 here",
+    ),
+    warning(
+        "emulated_here",
+        lambda s: s.machine.chip.fp8 and s.state == EMULATED and (str(NOTES.get(s.cell.note, "")) or True),
+        "this chip has FP8 products, and not those of this recipe: they are emulated, slower than bf16",
+        "use a recipe that `fp8-backends doctor` lists as FP8 on this chip",
+    ),
+    warning(
+        "mixed_gpus",
+        lambda s: (
+            len(set(s.machine.capabilities)) > 1
+            and "capabilities " + ", ".join(map(release, sorted(set(s.machine.capabilities))))
+        ),
+        "the GPUs here differ: what the oldest lacks counts for all, and the ranks wait for the slowest",
+        "choose GPUs of one kind with CUDA_VISIBLE_DEVICES",
+    ),
+    warning(
+        "cuda_before_12_4",
+        lambda s: (
+            s.machine.chip.fp8
+            and s.machine.cuda is not None
+            and s.machine.cuda < CUDA
+            and f"CUDA {release(s.machine.cuda)}"
+        ),
+        "FP8 training is known to work from CUDA 12.4 on, and this PyTorch was built for an older one",
+        "install a PyTorch for a newer CUDA",
+    ),
+    warning(
+        "torch_untried",
+        lambda s: _old_torch(s, TORCH),
+        f"this package was tried with torch {release(TORCH)} and newer",
+        f"install torch {release(TORCH)} or newer",
+    ),
+    error(
+        "fsdp2_torch",
+        lambda s: s.parallel == "fsdp2" and _old_torch(s, FSDP2_TORCH),
+        f"Accelerate's FSDP2 needs torch {release(FSDP2_TORCH)} or newer",
+        f"install torch {release(TORCH)} or newer",
+    ),
+    error(
+        "fp8_gradients_torch",
+        lambda s: s.parallel == "fsdp2" and s.recipe.comm == "fp8" and _old_torch(s, REDUCE_SCATTER_TORCH),
+        f"gradients in FP8 under FSDP2 need a custom reduce-scatter, which torch has from "
+        f"{release(REDUCE_SCATTER_TORCH)} on",
+        'set gradient_comm="plain", or install a newer torch',
+    ),
+    error(
+        "rowwise_cpu_torch",
+        lambda s: (
+            s.cell is not None
+            and s.cell.note == "rowwise-cpu"
+            and s.machine.own_scaled_mm
+            and _old_torch(s, ROWWISE_CPU_TORCH)
+        ),
+        *NOTES["rowwise-cpu"],
+    ),
+)
+
+
+def _te_is_refused(*notes: str, names_cuda: bool = False) -> Callable[[Setup], bool | str]:
+    """Match an NVIDIA GPU that refuses TransformerEngine's products for one of these reasons."""
+    return lambda s: (
+        bool(s.machine.capabilities)
+        and s.recipe.compute == "te"
+        and s.state == REFUSED
+        and s.cell.note in notes
+        and (not names_cuda or f"CUDA {release(s.machine.cuda)}")
+    )
+
+
+TE_RULES = (
+    error(
+        "te_without_nvidia_gpu",
+        lambda s: s.recipe.compute == "te" and not s.machine.capabilities,
+        *NOTES["te-nvidia"],
+    ),
+    error("te_before_fp8", _te_is_refused("te-8.9"), *NOTES["te-8.9"]),
+    error("te_ada_libraries", _te_is_refused("ada", names_cuda=True), *NOTES["ada"]),
+    error("te_block_chip", _te_is_refused("block-9.0"), *NOTES["block-9.0"]),
+    error("te_block_cuda", _te_is_refused("block-cuda", "block-blackwell", names_cuda=True), *NOTES["block-cuda"]),
+    error("te_mxfp8_chip", _te_is_refused("mxfp8"), *NOTES["mxfp8"]),
+    error(
+        "te_backward_in_high_precision",
+        lambda s: s.recipe.compute == "te" and bool(s.machine.backward_override),
+        "NVTE_BACKWARD_OVERRIDE in the environment takes TransformerEngine's backward products out of FP8, or, with "
+        "delayed scaling, stops it",
+        "unset NVTE_BACKWARD_OVERRIDE",
+    ),
+)

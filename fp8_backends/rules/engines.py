@@ -1,0 +1,310 @@
+"""Limits of engines, of ranks, and of the compilers and optimizers that train with them."""
+
+from __future__ import annotations
+
+from ..comm.ddp import HOOK_AT_A_LEVEL
+from ..compute.frozen_weights import SHARDED
+from .setup import Rule, Setup, error, info, refused, warning
+
+
+def _gathers_ao(setup: Setup) -> bool:
+    if setup.recipe.compute != "ao":
+        return False
+    from ..compute.torchao.backend import asks_for_all_gather  # slow: its products load torch's compiler
+
+    return asks_for_all_gather(setup.recipe)
+
+
+def _decided_by_engine(setup: Setup) -> str:
+    """Name the recipe's fields that the engine's own configuration replaces."""
+    recipe, engine = setup.recipe, setup.parallel
+    autocast = "autocast_dtype" in recipe.given and (recipe.autocast_dtype != "bf16" or setup.engine_bf16 is False)
+    fields = {
+        "autocast_dtype": engine in ("fsdp2", "deepspeed") and autocast,
+        "gradient_comm": engine == "deepspeed" and recipe.gradient_comm == "fp8",
+        "enable_fsdp_float8_all_gather": (
+            engine in ("deepspeed", "fsdp1") and recipe.compute == "native" and recipe.enable_fsdp_float8_all_gather
+        ),
+    }
+    return ", ".join(f"{name}={getattr(recipe, name)!r} with {engine}" for name, decided in fields.items() if decided)
+
+
+def _shares_layers(setup: Setup) -> str:
+    ranks = setup.tensor_parallel
+    return f"{ranks} ranks share layers" if ranks is not None and ranks > 1 else ""
+
+
+TENSOR_PARALLEL_RULES = (
+    refused(
+        "level_tensor_parallel",
+        lambda s: s.recipe.level in ("O3", "O4") and _shares_layers(s),
+        "of the levels, O1 and O2 go with layers that ranks share (tensor parallelism); at O3 and O4 parts of a weight "
+        "would have masters, residuals and blocks of states that no test covers",
+        "use the same backend with +msamp:O2, or leave tensor parallelism out and shard with FSDP2",
+    ),
+    refused(
+        "te_tensor_parallel",
+        lambda s: s.recipe.compute == "te" and not s.experts_alone and _shares_layers(s),
+        "TransformerEngine's layers know tensor parallelism by process groups of their own, and not the DTensors of "
+        "PyTorch, transformers and Accelerate",
+        "use native:… or ao:…, or leave tensor parallelism out",
+    ),
+    refused(
+        "fp8_params_tensor_parallel",
+        lambda s: s.recipe.fp8_params and _shares_layers(s),
+        "fp8_params=True does not go with layers that ranks share (tensor parallelism): frozen FP8 weights are whole",
+        "leave fp8_params out, or train adapters on one rank or under DDP",
+    ),
+    refused(
+        "ddp_shared_layers",
+        lambda s: s.parallel == "ddp" and _shares_layers(s),
+        "DDP takes no model with layers or experts that ranks share: it joins whole tensors, and these are DTensors",
+        "with tensor parallelism give Accelerator a ParallelismConfig(tp_size=…); for expert parallelism Accelerate "
+        "and Lightning have none: load the model with DistributedConfig(fsdp_size=…, ep_size=…), and train it with "
+        "fp8_backends.prepare in a loop of your own",
+    ),
+)
+"""Limits of models with layers shared by ranks, checked on the model itself, too."""
+
+ENGINE_RULES = (
+    refused(
+        "level_deepspeed",
+        lambda s: (
+            s.has_level
+            and s.parallel == "deepspeed"
+            and f"with DeepSpeed, {s.recipe.compute}:{s.recipe.scaling} trains in FP8"
+        ),
+        "the levels O1 to O4 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
+        "states in partitions of their own",
+        "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
+        "use the same backend without +msamp",
+    ),
+    refused(
+        "level_fsdp1",
+        lambda s: s.has_level and s.parallel == "fsdp1",
+        "the levels O1 to O4 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
+        "scaled precision",
+        "set fsdp_version=2 (FullyShardedDataParallelPlugin, `accelerate launch --fsdp_version 2`), or use the same "
+        "backend without +msamp",
+    ),
+    warning(
+        "fsdp1",
+        lambda s: not s.has_level and s.parallel == "fsdp1",
+        "FP8 under FSDP1 is not tested with this package, and its ranks do not agree on the scales of native:delayed "
+        "and native:window",
+        "set fsdp_version: 2",
+    ),
+    Rule(
+        "error",
+        lambda s: s.world_size not in (None, 1),  # one process is refused where its model is converted
+        "all_gather_without_fsdp2",
+        lambda s: s.parallel != "fsdp2" and _gathers_ao(s),
+        "enable_fsdp_float8_all_gather replaces the weights by tensors that only FSDP2 trains: they would never change",
+        "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2)",
+    ),
+    refused(
+        "engine_decides",
+        _decided_by_engine,
+        "engines set this themselves: DeepSpeed and FSDP2 the precision around FP8, DeepSpeed how gradients travel, "
+        "DeepSpeed and FSDP1 how weights are gathered",
+        "leave the field out and configure the engine (DeepSpeed: bf16.enabled, communication_data_type), or use DDP "
+        "or FSDP2 (fsdp_version: 2), where gradients and weights travel in FP8",
+    ),
+    refused(
+        "guard_engine",
+        lambda s: (
+            s.recipe.guard != "off"
+            and s.parallel in ("deepspeed", "fsdp1")
+            and f"guard={s.recipe.guard!r} with {s.parallel}"
+        ),
+        "the guard looks at each parameter's gradient before each step of a PyTorch optimizer: DeepSpeed makes steps "
+        "in its engine, and FSDP1 flattens parameters",
+        "leave guard out, or use DDP or FSDP2 (fsdp_version: 2)",
+    ),
+    refused(
+        "comm_hook_level",
+        lambda s: s.has_level and s.parallel == "ddp" and s.comm_hook is not None and f"comm_hook={s.comm_hook!r}",
+        *HOOK_AT_A_LEVEL,
+    ),
+    refused(
+        "fp8_activations_backend",
+        lambda s: s.recipe.activation_comm == "fp8" and s.recipe.compute != "native" and s.recipe.compute,
+        'activation_comm="fp8" is of native\'s products: those of other backends do not take activations as codes',
+        "use native:…, or leave activation_comm out",
+    ),
+    refused(
+        "fp8_params_sharded",
+        lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
+        *SHARDED,
+    ),
+    error(
+        "efficient_loading_buffers",
+        lambda s: (
+            s.parallel == "fsdp2"
+            and bool(s.cpu_ram_efficient_loading and s.persistent_buffers)
+            and ", ".join(s.persistent_buffers[:3]) + (", …" if len(s.persistent_buffers) > 3 else "")
+        ),
+        "with cpu_ram_efficient_loading Accelerate's FSDP2 takes every entry of the state dict for a sharded "
+        "parameter: a buffer in it ends in \"'Tensor' object has no attribute 'device_mesh'\"",
+        "register the buffers with persistent=False, or set cpu_ram_efficient_loading to false",
+    ),
+    error(
+        "ddp_nothing_left",
+        lambda s: s.has_level and s.parallel == "ddp" and s.only_weights_train,
+        "all that trains are weights in scaled precision, and DDP takes no model that has nothing left for it to do",
+        'keep one layer out, such as exclude=["lm_head"], or leave its bias trainable',
+    ),
+    info(
+        "o3_alone",
+        lambda s: s.recipe.level == "O3" and s.world_size == 1,
+        "on one process O3 takes 7 bytes for a weight, with its master, and O2 takes 6: O3 saves where ranks share "
+        "the masters, 2 + 5/N bytes on N of them",
+        "use O2; or O4, which takes 5 bytes on one process and 2 + 3/N on N",
+    ),
+    info(
+        "shared_states_saving",
+        lambda s: s.recipe.shares_states and s.parallel == "ddp",
+        "under DDP each rank has the masters, residuals and states of its own part at O3 and O4, so a state dict needs "
+        "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each "
+        "rank keeps all)",
+        "save with Accelerator.save_state, or set shard_states=False",
+    ),
+    *TENSOR_PARALLEL_RULES,
+    warning(
+        "tensor_parallel",
+        lambda s: s.parallel in ("fsdp1", "deepspeed") and _shares_layers(s),
+        "tensor parallelism is tested with this package alone and with FSDP2, and not with DeepSpeed or FSDP1",
+        "use ParallelismConfig(tp_size=…, dp_shard_size=…) with FSDP2 (fsdp_version: 2)",
+    ),
+    refused(
+        "megatron",
+        lambda s: s.parallel == "megatron",
+        "Megatron-LM brings its own FP8, and this package converts none of its layers",
+        'use accelerate launch with mixed_precision="bf16" and Megatron\'s own FP8 options',
+    ),
+    error(
+        "tpu",
+        lambda s: s.parallel == "tpu",
+        "TPUs multiply no FP8 matrices for PyTorch through this package",
+        'use accelerate launch with mixed_precision="bf16"',
+    ),
+)
+
+COMPILATION_RULES = (
+    warning(
+        "ao_without_compile",
+        lambda s: s.recipe.compute == "ao" and s.machine.has_gpu and not s.is_compiled,
+        "TorchAO's casts are many small kernels unless compiled: without torch.compile FP8 is slower than bf16",
+        "compile the model, or its repeated blocks",
+    ),
+    warning(
+        "ao_ddp_full_compile",
+        lambda s: s.recipe.compute == "ao" and s.parallel == "ddp" and s.compiled == "full",
+        "TorchAO's FP8 under DDP with the whole model compiled is known to fail in other trainers",
+        "compile the repeated blocks instead (regional compilation), or use FSDP2",
+    ),
+    warning(
+        "checkpointing_fsdp2_compile",
+        lambda s: bool(s.activation_checkpointing) and s.parallel == "fsdp2" and s.is_compiled,
+        "FP8 under FSDP2 with torch.compile and activation checkpointing of whole blocks tends to be slower than bf16 "
+        "(reported by Axolotl): what is recomputed is cast to FP8 again",
+        "turn activation checkpointing off, or checkpoint selected operations only",
+    ),
+    warning(
+        "flash_attention_2_compile",
+        lambda s: (
+            s.attention in ("flash_attention_2", "kernels-community/flash-attn2") and s.is_compiled and s.attention
+        ),
+        "FlashAttention 2 does not go well with torch.compile (reported by Axolotl)",
+        "use attn_implementation sdpa or flex_attention",
+    ),
+    info(
+        "fp8_attention",
+        lambda s: s.attention == "fp8",
+        "FP8 attention is another library's: this package converts layers with weights, and neither counts nor proves "
+        "the products of attention",
+        "use attn_implementation sdpa for a run whose FP8 products are all proven",
+    ),
+)
+
+AT_LEVELS = ("adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "muon", "torch.optim.adafactor")
+"""Names for the classes of `torch.optim` converted by levels. The `adafactor` of transformers and Axolotl differs from
+PyTorch's."""
+BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
+
+
+def _named(setup: Setup, *names: str) -> str:
+    """Return the optimizer's name if it is one of these."""
+    return setup.optimizer if setup.optimizer is not None and setup.optimizer.lower() in names else ""
+
+
+OPTIMIZER_RULES = (
+    error(
+        "level_optimizer",
+        lambda s: s.has_level and s.optimizer is not None and not _named(s, *AT_LEVELS) and s.optimizer,
+        "the levels train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, whose states they store "
+        "themselves: in 8 and 16 bits at O2 and O3, in 8 at O4",
+        "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",
+    ),
+    error(
+        "lomo_ddp",
+        lambda s: s.parallel == "ddp" and s.world_size != 1 and _named(s, "lomo", "adalomo"),
+        "LOMO steps inside backward, before DDP has averaged the gradients: the ranks drift apart, also without FP8",
+        "train on one process, or use an optimizer that steps after backward",
+    ),
+    error(
+        "bitsandbytes_fsdp2",
+        lambda s: s.parallel == "fsdp2" and _named(s, *BITSANDBYTES),
+        "the 8-bit optimizers of bitsandbytes do not know FSDP2's sharded parameters (Axolotl refuses them, too)",
+        "use adamw_torch with a level O2 or O3, which stores the states in 8 and 16 bits, or adamw_torch_8bit",
+    ),
+    warning(
+        "ao_adamw_fp8",
+        lambda s: bool(_named(s, "ao_adamw_fp8")),
+        "TorchAO's FP8 Adam keeps the second moment in E4M3 with one scale for 256 elements: where gradients of one "
+        "block span three orders of magnitude, small ones are flushed to zero, and their updates were 4.5 times too "
+        "large on average in a synthetic test",
+        "use adamw_torch with a level O2 or O3, whose second moment is FP16, or ao_adamw_8bit",
+    ),
+    info(
+        "fp16_autocast",
+        lambda s: s.recipe.autocast_dtype == "fp16",
+        "fp16 around FP8 needs a loss scaler: Accelerate makes one, a loop of your own must",
+        "use bf16 where the device has it",
+    ),
+)
+
+KEPT = "leave gradient_release out"
+
+RELEASE_RULES = (
+    refused(
+        "release_accumulation",
+        lambda s: (
+            s.recipe.gradient_release
+            and (s.accumulation_steps or 1) > 1
+            and f"gradient_accumulation_steps={s.accumulation_steps}"
+        ),
+        "gradient_release steps with the gradients of each backward and drops them, so microbatches cannot accumulate",
+        f"use gradient_accumulation_steps=1 with a larger batch, or {KEPT}",
+    ),
+    refused(
+        "release_clipping",
+        lambda s: s.recipe.gradient_release and bool(s.max_grad_norm) and f"max_grad_norm={s.max_grad_norm:g}",
+        "gradient_release has stepped with the first gradients before the last ones are there, so nothing can be "
+        "clipped by the norm of all, or afterwards",
+        f"clip nothing (max_grad_norm=0 in TrainingArguments, whose default is 1.0), or {KEPT}",
+    ),
+    refused(
+        "release_fp16",
+        lambda s: s.recipe.gradient_release and s.recipe.autocast_dtype == "fp16" and "autocast_dtype='fp16'",
+        "gradient_release steps before a loss scaler could look at the gradients, divide them and leave the step out",
+        f"use autocast_dtype='bf16', which needs no loss scaling, or {KEPT}",
+    ),
+    refused(
+        "release_guard",
+        lambda s: s.recipe.gradient_release and s.recipe.guard not in ("off", "warn") and f"guard={s.recipe.guard!r}",
+        "gradient_release has made a step when the guard looks, so none can be left out or stopped",
+        f"use guard='warn', which then sees losses and scaling states, or {KEPT}",
+    ),
+)
+"""Limits of `gradient_release`, checked by `prepare`, too."""

@@ -1,0 +1,601 @@
+"""PyTorch operations on a `ScaledTensor`.
+
+- Functions read its exact values. If one of several ranks owns these, products and lookups read the FP8 values, and any
+  other function raises.
+- View operations return views of the storage.
+- Operations in place change the storage, through any view of it. The operation runs on FP32 values of the whole. A
+  weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, such as in
+  an average of weights, and stores them rounded. A gradient takes them as its data.
+- `copy_` and other writes of all values store them rounded at once.
+
+The implementations registered below work on data and scale directly, or do not compute values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+
+from ..errors import FP8BackendError
+from ..formats.formats import E4M3, FORMAT_OF, ROOT8
+from ..kernels import backward as gradients
+from .scaled_tensor import (
+    FRESH,
+    OPERATIONS,
+    SHARD,
+    ScaledStorage,
+    ScaledTensor,
+    quantize,
+    quantize_like,
+    quantize_pair,
+    stored_parts,
+)
+
+aten = torch.ops.aten
+FP32 = torch.float32
+
+
+def _implements(*operations):
+    def register(function):
+        OPERATIONS.update(dict.fromkeys(operations, function))
+        return function
+
+    return register
+
+
+@_implements(None)
+def _any_other(func, args, kwargs):
+    if func.namespace == "c10d":
+        return _collective(func, args, kwargs)
+    if torch.is_inference_mode_enabled():  # composite operations arrive whole: `to`, `reshape`, `linear`
+        parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+    written = list(written_to(func, args, kwargs, ScaledTensor))
+    if written:
+        return _in_place(func, args, kwargs, written)
+    if returns_view(func) and isinstance(args[0], ScaledTensor):
+        return _view(func, *args, **kwargs)
+    read = _read_by_products if func in PRODUCTS else _values
+    return func(*tree_map(read, args), **tree_map(read, kwargs))
+
+
+PRODUCTS = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(aten._grouped_mm.default, aten.embedding.default),
+}
+"""Operations of layers. If one rank owns the exact values of a weight, all ranks read its FP8 values here."""
+
+
+def _values(value: Any) -> Any:
+    return value.values() if isinstance(value, ScaledTensor) else value
+
+
+def _read_by_products(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, ScaledTensor) and value.shared_out else _values(value)
+
+
+def returns_view(func) -> bool:
+    """Return True if an operation without writes returns a view of its first argument."""
+    return bool(func._schema.arguments) and func._schema.arguments[0].alias_info is not None
+
+
+def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of this class that an operation writes to."""
+    if func.namespace == "c10d" and func.name() != "c10d::send":  # missing in their schemas
+        yield from (leaf for leaf in tree_iter(args[0]) if isinstance(leaf, kind))
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, kind))
+
+
+# Views
+
+
+UNSAFE_VIEWS = (
+    *(aten._unsafe_view.default, aten.unsafe_chunk.default),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+)
+"""Operations with views as results, unknown to autograd."""
+
+
+@_implements(*UNSAFE_VIEWS)
+def _view(func, tensor, *args, **kwargs):
+    return tree_map(tensor.view_of, func(tensor._data, *args, **kwargs))
+
+
+@_implements(aten.view.dtype, aten.view_as_complex.default, aten._neg_view.default)
+def _other_bytes(func, tensor, dtype=None):
+    if dtype == tensor.dtype:
+        return tensor.view_of(tensor._data)
+    raise FP8BackendError(
+        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor._data.dtype}: take a plain copy of its "
+        f"values first, with dequantize()"
+    )
+
+
+@_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _same(func, tensor):
+    return tensor.view_of(tensor._data)
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func, tensor, size, stride, storage_offset=None):
+    offset = tensor.storage_offset() if storage_offset is None else storage_offset
+    data = tensor.stored.data
+    return tensor.view_of(data.as_strided(size, stride, data.storage_offset() + offset))
+
+
+# New tensors
+
+
+def _parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype=None) -> ScaledTensor:
+    return ScaledTensor(data, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.accumulates)
+
+
+def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None) -> ScaledTensor:
+    """Return a new ScaledTensor after applying `move` to each stored part."""
+    tensor.state_dict_copies.check()
+    result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
+    if tensor.master is not None:
+        result.master = _moved(tensor.master, move)
+    if tensor.residual is not None:
+        result.residual = move(tensor.residual)
+    if tensor.stored.edited is not None:
+        result.stored.edited = move(tensor.in_whole(tensor.stored.edited))
+    result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
+    result.is_state = tensor.is_state
+    return result
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+    if (dtype is not None and not dtype.is_floating_point) or (tensor._view is not None and tensor.block_size):
+        return NotImplemented
+    return _moved(tensor, lambda part: func(part, device=device, non_blocking=non_blocking), dtype)
+
+
+@_implements(aten._pin_memory.default, aten.pin_memory.default)
+def _pin_memory(func, tensor, *args, **kwargs):
+    return _moved(tensor, torch.Tensor.pin_memory)
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(func, tensor, *args, **kwargs):
+    return all(part.is_pinned() for part in stored_parts(tensor, exact=True))
+
+
+@_implements(aten.empty_like.default)
+def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
+    """Allocate the same form: `module.to_empty` must not change the storage of a weight."""
+    result = _moved(tensor, lambda part: torch.empty_like(part, device=device), dtype)
+    result.partial, result.stored.edited = False, None
+    return result
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
+    """Allocate elements with the same scale object. FSDP2 makes shards this way, with zeros or without elements."""
+    filled = func == aten.new_empty.default and torch.Size(size).numel()
+    if filled or dtype is not None or device is not None or tensor.block_size:
+        return NotImplemented
+    result = _parts(tensor, func(tensor._data, size), tensor._scale_inv)
+    result.partial = FRESH
+    if tensor.master is not None:
+        result.master = _new(func, tensor.master, size)
+    if tensor.residual is not None:
+        result.residual = func(tensor.residual, size)
+    return result
+
+
+@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def _plain_like(func, tensor, *args, **kwargs):
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return func(like, *args, **kwargs)
+
+
+# Writing
+
+
+def _in_place(func, args, kwargs, written: list[ScaledTensor]):
+    """Run an operation on the FP32 values of the written tensors, and store the results."""
+    if torch.Tag.inplace_view in func.tags:
+        raise FP8BackendError(
+            f"{func} would change the shape or the memory of a ScaledTensor: take a plain copy of its values with "
+            f"dequantize(), or make the weight plain with fp8_backends.restore(model)"
+        )
+    if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
+        return _one_by_one(func, args, kwargs)
+    with torch.inference_mode(False):  # the storage outlives inference mode
+        by_storage = {tensor.stored: tensor for tensor in written}
+        wholes = {stored: _editable(tensor, func) for stored, tensor in by_storage.items()}
+    dtypes = {tensor.dtype for tensor in written} - {FP32}
+    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return FP32 if value in dtypes else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, ScaledTensor) and value.stored in wholes:
+            work.append((value.in_whole(wholes[value.stored]), value))
+            return work[-1][0]
+        value = _values(value)
+        return value.to(FP32) if value.dtype in dtypes else value
+
+    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    for values, tensor in work:
+        if values.shape != tensor.shape:  # `out=` resizes
+            raise FP8BackendError(
+                f"{func} would write a result of shape {tuple(values.shape)} to a ScaledTensor of shape "
+                f"{tuple(tensor.shape)}"
+            )
+    for stored, whole in wholes.items():
+        _keep(stored, whole)
+    return _in_their_place(result, work)
+
+
+def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) -> Any:
+    """Replace the plain stand-ins in a result by their ScaledTensors."""
+    return tree_map(lambda value: next((tensor for values, tensor in work if values is value), value), result)
+
+
+def _one_by_one(func, args, kwargs) -> None:
+    count = len(args[0])
+
+    def part(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for i in range(count):
+        func(*(part(value, i) for value in args), **{name: part(value, i) for name, value in kwargs.items()})
+
+
+def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
+    """Return a copy of the exact values of a tensor's whole storage: FP32, strides of the stored data.
+
+    Raises:
+        FP8BackendError: these values are not all on this rank.
+    """
+    _require_all(tensor, func)
+    data = tensor.stored.data
+    whole = torch.empty_strided(data.shape, data.stride(), dtype=FP32, device=data.device)
+    return whole.copy_(tensor.view_of(data).exact(FP32))
+
+
+def _require_all(tensor: ScaledTensor, func) -> None:
+    stored = tensor.stored
+    if stored.shared_out or stored.elsewhere is not None:
+        raise FP8BackendError(
+            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, but one rank owns its "
+            f"full-precision values (levels O3 and O4 shard masters, residuals and optimizer states). Write whole "
+            f"values with copy_(), or prepare with shard_states=False"
+        )
+    if stored.partial == FRESH:  # no shard was copied in: hold FP32 values
+        stored.data = torch.zeros_like(stored.data, dtype=FP32)
+        stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.data.device), True
+        stored.partial, stored.master, stored.residual = False, None, None
+    if stored.partial is True:
+        raise FP8BackendError(
+            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but elements outside of it "
+            f"share its scale, or FSDP2 has gathered it for one forward: take a plain copy of its values with "
+            f"dequantize(), or change the sharded parameter when no forward runs"
+        )
+
+
+def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
+    if stored.accumulates:
+        stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
+    else:
+        stored.edited = whole
+        _replace(stored, whole)
+
+
+@torch.no_grad()
+def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
+    """Store plain values that differ from the tensor's own, like an operation in place.
+
+    Args:
+        values: of the tensor's shape, dtype and device.
+    """
+    changed = values != tensor.exact()
+    if changed.any():
+        whole = _editable(tensor, "keep_changes")
+        part = tensor.in_whole(whole)
+        part.copy_(torch.where(changed, values.float(), part))
+        _keep(tensor.stored, whole)
+
+
+@_implements(aten.copy_.default)
+def _copy_(func, target, source, non_blocking=False):
+    """Write new values with the scale of their amax; copy bits and scales from a tensor of the same form."""
+    if not isinstance(target, ScaledTensor):
+        return NotImplemented
+    if source.shape != target.shape:
+        source = _values(source)
+        try:
+            source = source.expand(target.shape)
+        except RuntimeError as error:
+            raise FP8BackendError(
+                f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of shape "
+                f"{tuple(target.shape)}"
+            ) from error
+    stored = target.stored
+    stored.partial = target.partial
+    same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
+    if same_scale and stored.partial in (FRESH, SHARD):
+        return _copy_elements(target, source, non_blocking)
+    stays_exact = stored.copied and not isinstance(source, ScaledTensor)
+    if target._view is None and stored.partial in (False, SHARD):
+        stored.state_dict_copies.accept()
+        if not stays_exact:
+            stored.edited = None
+            _replace(stored, source, non_blocking)
+            return target
+    whole = _editable(target, func)
+    target.in_whole(whole).copy_(_values(source))
+    if stays_exact or stored.accumulates or stored.edited is not None:
+        _keep(stored, whole)
+    else:
+        _replace(stored, whole)
+    return target
+
+
+def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
+    target._data.copy_(source._data, non_blocking)
+    target.stored.count_write()
+    target.stored.partial = SHARD
+    if target.master is not None:
+        _copy_elements(target.master, source.master, non_blocking)
+    if target.residual is not None:
+        target.residual.copy_(source.residual, non_blocking)
+    return target
+
+
+def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """Store all values of `source`, of the same shape: first in the master, then from there in the data."""
+    if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
+        source = source.values(FP32)
+    if stored.master is not None:
+        master = getattr(source, "master", None)
+        _replace(stored.master.stored, _in_full(source) if master is None else master, non_blocking)
+        source = stored.master
+    elif stored.residual is not None:
+        source = source if getattr(source, "residual", None) is not None else _in_full(source)
+    elif stored.elsewhere is not None and getattr(source, "elsewhere", None) is None:
+        source = _as_owner_rounds(source, stored.elsewhere.storage)
+    if not _is_stored_as(stored, source):
+        values = source.values(FP32) if isinstance(source, ScaledTensor) else source
+        source = quantize_like(values.to(stored.data.device, FP32).contiguous(), stored)
+    stored.data.copy_(source._data, non_blocking)
+    stored.scale_inv.copy_(source._scale_inv, non_blocking)
+    if stored.residual is not None:
+        stored.residual.copy_(source.residual, non_blocking)
+    stored.count_write()
+    if stored.partial == SHARD:
+        stored.unagreed = True
+
+
+def _in_full(source: torch.Tensor) -> torch.Tensor:
+    """Return a weight's exact plain values if it has a master or residual, here or on another rank; else itself."""
+    if isinstance(source, ScaledTensor) and (source.rest is not None or source.elsewhere is not None):
+        return source.exact(FP32)
+    return source
+
+
+def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
+    """Return True if the bits of `source` can be copied."""
+    if not isinstance(source, ScaledTensor):
+        return False
+    alike = (source._data.dtype, source.block_size) == (stored.data.dtype, stored.block_size)
+    return alike and (stored.residual is None or source.residual is not None)
+
+
+def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    """Round new values like the owner of the master or residual does first, so that all ranks get the same codes."""
+    if storage == torch.int8 and getattr(source, "residual", None) is not None:
+        return source
+    values = source.exact(FP32) if isinstance(source, ScaledTensor) else source.float()
+    return quantize_pair(values) if storage == torch.int8 else quantize(values, storage).dequantize(FP32)
+
+
+@_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(func, tensor, *args):
+    return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
+
+
+@_implements(aten.set_.source_Tensor)
+def _set_(func, tensor, source):
+    if not isinstance(tensor, ScaledTensor):
+        return func(tensor, _values(source))
+    tensor.data = source
+    return tensor
+
+
+@_implements(aten._foreach_zero_.default)
+def _foreach_zero_(func, tensors):  # zero_grad(set_to_none=False) of a fused or foreach optimizer
+    for tensor in tensors:
+        tensor.zero_()
+
+
+@_implements(aten._foreach_copy_.default)
+def _foreach_copy_(func, tensors, sources, non_blocking=False):
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source, non_blocking)
+
+
+@_implements(aten.add_.Tensor)
+def _accumulate_(func, total, other, *, alpha=1):
+    """Add gradients in FP32 until `finish_accumulation`, so that many microbatches round once."""
+    if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
+        return NotImplemented
+    stored = total.stored
+    addend = _values(other)
+    if alpha != 1:
+        addend = addend * alpha
+    whole = isinstance(addend, torch.Tensor) and addend.shape == total.shape
+    if stored.data.dtype == E4M3.dtype and whole and not stored.block_size:
+        _keep(stored, gradients.accumulate(stored.data, stored.scale_inv, addend))
+        return total
+    if stored.data.dtype != FP32:
+        _keep(stored, total.dequantize(FP32))
+    stored.data.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
+    return total
+
+
+@_implements(aten.detach_.default)
+def _detach_(func, tensor):
+    return tensor  # autograd has detached it
+
+
+@_implements(aten.record_stream.default)
+def _record_stream(func, tensor, stream):
+    for part in stored_parts(tensor, exact=True):
+        part.record_stream(stream)
+
+
+# Scalars touch the scale alone
+
+
+def _scales(tensor: Any, other: Any) -> bool:
+    """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two are exact; for
+    gradients any positive number or 0-dimensional tensor rounds once in FP32 (clipping, unscaling, averaging)."""
+    if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
+        return False
+    if tensor._data.dtype == ROOT8.dtype:  # the scale multiplies the root
+        return False
+    if isinstance(other, torch.Tensor):
+        fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
+    else:
+        fits = isinstance(other, (int, float)) and 0 < other < float("inf")
+        fits = fits and (tensor.accumulates or math.frexp(other)[0] == 0.5)
+    return fits and tensor.numel() == tensor.stored.data.numel()
+
+
+@_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+def _times(func, tensor, other):
+    if not isinstance(tensor, ScaledTensor) and func in (aten.mul.Tensor, aten.mul.Scalar):
+        tensor, other = other, tensor  # number * tensor
+    if not _scales(tensor, other) or not tensor.accumulates or tensor._view is not None:
+        return NotImplemented
+    factor = _factor(other, tensor.device)
+    scale_inv = tensor._scale_inv / factor if func in _DIVISIONS else tensor._scale_inv * factor
+    return _parts(tensor, tensor._data.clone(), scale_inv)
+
+
+@_implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+def _times_(func, tensor, other):
+    if not _scales(tensor, other) or tensor.partial in (True, FRESH):
+        return NotImplemented
+    factor = _factor(other, tensor.device)
+    for part in (tensor.stored, *([] if tensor.stored.master is None else [tensor.stored.master.stored])):
+        part.scale_inv.div_(factor) if func in _DIVISIONS else part.scale_inv.mul_(factor)
+        part.count_write()
+    if tensor.stored.edited is not None:
+        func(tensor.stored.edited, other)
+    return tensor
+
+
+_DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+
+
+def _factor(other, device: torch.device) -> torch.Tensor:
+    """Return a scalar as an FP32 tensor on the device. Dividing by a number would multiply by its rounded reciprocal;
+    copying the number would wait for the device."""
+    if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
+        return other.to(device=device, dtype=FP32)
+    return torch.full((), float(other), dtype=FP32, device=device)
+
+
+def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:
+    scaled = [tensor for tensor in tensors if isinstance(tensor, ScaledTensor)]
+    return scaled, [tensor for tensor in tensors if not isinstance(tensor, ScaledTensor)]
+
+
+@_implements(aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
+def _foreach_times_(func, tensors, other):
+    if isinstance(other, ScaledTensor):
+        return NotImplemented
+    divides = func in (aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
+    scaled, plain = _scaled_and_plain(tensors)
+    if plain:
+        func(plain, other)
+    scales: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in scaled:
+        if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
+            scales.setdefault(tensor.device, []).append(
+                tensor._scale_inv
+            )  # the scale is all that changes in a gradient
+        else:
+            tensor.div_(other) if divides else tensor.mul_(other)
+    for device, together in scales.items():
+        factor = _factor(other, device)
+        torch._foreach_div_(together, factor) if divides else torch._foreach_mul_(together, factor)
+
+
+@_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale_(func, tensors, found_inf, inv_scale):
+    """Implement `GradScaler.unscale_`. A gradient with a non-finite value has a non-finite scale."""
+    scaled, plain = _scaled_and_plain(tensors)
+    if plain:
+        func(plain, found_inf, inv_scale)
+    if not scaled:
+        return
+    _foreach_times_(aten._foreach_mul_.Tensor, scaled, inv_scale.squeeze())
+    unrounded = [tensor._data for tensor in scaled if tensor._data.dtype not in FORMAT_OF and tensor.numel()]
+    largest = torch._foreach_norm(unrounded, math.inf) if unrounded else []
+    numbers = torch.cat([part.reshape(-1) for part in (*(tensor._scale_inv for tensor in scaled), *largest)])
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(numbers).all()).to(found_inf)))
+
+
+# Norms and collectives
+
+
+@_implements(aten.linalg_vector_norm.default)
+def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if (
+        not isinstance(tensor, ScaledTensor)
+        or not tensor.accumulates
+        or tensor.block_size
+        or dim is not None
+        or ord == 0
+    ):
+        return NotImplemented
+    if ord == 2 and not keepdim:
+        norm = gradients.norm(tensor._data, tensor._scale_inv)
+    else:
+        norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
+    return norm.to(dtype or tensor.dtype)
+
+
+@_implements(aten._foreach_norm.Scalar)
+def _foreach_norm(func, tensors, ord=2, dtype=None):
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+
+
+def _collective(func, args, kwargs):
+    """Run a collective on plain values, wait for it, and store the results. `c10d` operations write to their first
+    argument, except `send`."""
+    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+    for tensor in written_to(func, args, kwargs, ScaledTensor):
+        _require_all(tensor, func)
+        work.append((tensor.values().contiguous(), tensor))
+
+    def operand(value: Any) -> Any:
+        stand_in = next((values for values, tensor in work if tensor is value), None)
+        return _values(value) if stand_in is None else stand_in
+
+    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    if not work:
+        return result
+    for handle in tree_iter(result):
+        if hasattr(handle, "wait"):
+            handle.wait()
+    for values, tensor in work:
+        tensor.copy_(values)
+    return _in_their_place(result, work)

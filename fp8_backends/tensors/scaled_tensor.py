@@ -1,0 +1,601 @@
+"""`ScaledTensor`: low-precision data times a scale, as one `torch.Tensor`.
+
+    value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
+
+MS-AMP's levels store FP16 weights, E4M3 weight gradients, and E4M3 and FP16 optimizer states. Multiplying by a power of
+two does not round, so a loss scale, an average or a clip changes only the scale. Two more forms take fewer bytes: E4M3
+data with an eight-bit `residual`, together exact to twelve bits (`formats.E4M11`), and uint8 roots of non-negative
+values, value = (data * scale_inv)**2 (`formats.ROOT8`).
+
+A ScaledTensor is a view of a `ScaledStorage`, like a plain tensor of its memory: `p.data`, `p.detach()`, `p[0]` and
+`p.t()` share it with `p`. PyTorch functions read the values. Operations in place change them, through any view, or
+raise (`scaled_operations.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import FP8BackendError
+from ..formats.formats import E4M3, FORMAT_OF, ROOT8
+from ..kernels.triton_gate import is_eager
+from .encoding import amax_of, decode, decode_pair, encode, encode_pair, encode_sum
+from .sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
+from .state_dict_copies import StateDictCopies
+
+STORED = ("stored", "_view")
+"""Attributes of a ScaledTensor object."""
+SHARD, FRESH = "shard", "fresh"
+
+OPERATIONS: dict[Any, Callable] = {}
+"""PyTorch operation -> its implementation for ScaledTensors; None -> the implementation of all others."""
+
+
+class Elsewhere(NamedTuple):
+    """The rank with a weight's master or residual. It makes the optimizer steps."""
+
+    rank: int
+    storage: torch.dtype
+    """FP16 of a master, int8 of a residual."""
+    unread: bool = False
+    """The next reader of exact values discards them: give it a placeholder."""
+
+
+def _owned(tensor: ScaledTensor) -> FP8BackendError:
+    return FP8BackendError(
+        f"one rank owns the full-precision values of a weight of shape {tuple(tensor.shape)} (levels O3 and O4 shard "
+        f"masters, residuals and optimizer states): read accelerator.get_state_dict(model), called on all ranks; or "
+        f"enter fp8_backends.checkpoints.whole_states(optimizer) on all ranks around the read; or prepare with "
+        f"shard_states=False. weight.dequantize() returns the FP8 values, which products read"
+    )
+
+
+@dataclass(eq=False)
+class ScaledStorage:
+    """Memory shared by all views of one ScaledTensor. `ScaledTensor` describes the other attributes.
+
+    Attributes:
+        residual: int8, shape and strides of `data`; or None.
+        edited: FP32, strides of `data`: values after operations in place, before rounding. The optimizer's next step
+            or a copy of whole values drops them.
+        known: (amax, weak reference to the data, their version) from the optimizer's last step, for `known_amax`.
+        copied: a weight of a deep-copied model without an optimizer, such as an average of weights. It stores plain
+            values exactly.
+        unagreed: a shard with a scale of its own after a write, until the ranks agree on one.
+        gathered: this rank has the exact values of a sharded weight for a while.
+        state_dict_copies: plain copies of this weight in state dicts.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    block_size: int = 0
+    accumulates: bool = False
+    partial: bool | str = False
+    is_state: bool = False
+    master: ScaledTensor | None = None
+    residual: torch.Tensor | None = None
+    elsewhere: Elsewhere | None = None
+    shared_out: bool = False
+    edited: torch.Tensor | None = None
+    unagreed: bool = False
+    copied: bool = False
+    gathered: bool = False
+    known: tuple[torch.Tensor, weakref.ref, int] | None = None
+    state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
+
+    def count_write(self) -> None:
+        """Count a write to data and scales for autograd, which does not see writes of implementations."""
+        if is_eager(self.data) and not self.data.is_inference():
+            torch.autograd.graph.increment_version([self.data, self.scale_inv])
+
+
+def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -> property:
+    """Return a property with one value for all views; `seen` returns a view's part of it."""
+
+    def get(tensor: ScaledTensor) -> Any:
+        value = getattr(tensor.stored, name)
+        return value if seen is None or value is None or tensor._view is None else seen(tensor, value)
+
+    def put(tensor: ScaledTensor, value: Any) -> None:
+        setattr(tensor.stored, name, value)
+
+    return property(get, put)
+
+
+class WithoutMemory(torch.Tensor):
+    """A tensor without memory for its values: base class with the methods of readers that bypass PyTorch."""
+
+    def numpy(self, *, force: bool = False):
+        """Return the values as a read-only NumPy copy: a write to it would change nothing here."""
+        array = self.values().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __dlpack__(self, *args, **kwargs):
+        raise FP8BackendError(
+            f"the memory of a {type(self).__name__} holds no values that another library could share: give it the "
+            "plain copy that values() returns, or make weights plain for a while: "
+            "fp8_backends.checkpoints.plain_weights(model)"
+        )
+
+    def tolist(self) -> list:
+        return self.values().tolist()
+
+    def share_memory_(self) -> torch.Tensor:
+        """Move the stored tensors, `parts`, to memory shared with other processes."""
+        for part in self.parts:
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return True if other processes can see the stored tensors."""
+        return all(part.is_shared() for part in self.parts)
+
+
+class ScaledTensor(WithoutMemory):
+    """A tensor stored as low-precision data and FP32 scales. PyTorch sees the dtype of its values.
+
+    Attributes:
+        _data: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
+        _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values were not finite.
+        block_size: elements of the flattened tensor that share a scale; 0: all.
+        accumulates: a gradient. Adding or writing to it turns the data into FP32 until `finish_accumulation`.
+        is_state: an optimizer state.
+        partial: True if elements outside of the tensor share its scale, or FSDP2 has gathered this weight for one
+            forward: operations in place raise. `SHARD` for a rank's rows under FSDP2: after a write, the ranks agree on
+            a scale before they gather. `FRESH` for memory that FSDP2 allocates and then copies a shard into.
+        master: a ScaledTensor with the same values in more precision; or None (used at level O3).
+        residual: int8, the lower bits of E4M3 data, together E4M11; or None (used at level O4).
+        rest: the master or the residual, read by `exact` besides data and scale; or None.
+        elsewhere: the rank with the rest, if it is another one; or None.
+        shared_out: one of several ranks has the rest. Products read data and scale on all of them.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
+    elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
+    edited, state_dict_copies, _scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
+    master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master._data)))
+    residual = _stored("residual", lambda tensor, residual: tensor.in_whole(residual))
+
+    @staticmethod
+    def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
+        if scale_inv is None:  # libraries that move a Parameter call type(parameter)(values, requires_grad=)
+            return nn.Parameter(data, requires_grad)
+        dtype = context[0] if context else named.get("dtype", torch.float32)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, layout=data.layout
+        )
+
+    def __init__(
+        self,
+        data,
+        scale_inv=None,
+        dtype=torch.float32,
+        block_size=0,
+        accumulates=False,
+        partial=False,
+        *,
+        requires_grad=True,
+    ):
+        if scale_inv is not None:
+            self.stored = ScaledStorage(data, scale_inv, block_size, accumulates, partial)
+            self._view = None
+
+    def view_of(self, seen: torch.Tensor) -> ScaledTensor:
+        """Return another view of this storage. `seen` is `_data` or a view of it."""
+        offset = seen.storage_offset() - self.stored.data.storage_offset()
+        # in inference mode, a view of a tensor from outside counts versions like that tensor
+        with torch.inference_mode(seen.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+            alias = torch.Tensor._make_wrapper_subclass(
+                ScaledTensor,
+                seen.shape,
+                strides=seen.stride(),
+                storage_offset=offset,
+                dtype=self.dtype,
+                device=seen.device,
+                layout=seen.layout,
+            )
+        alias.stored = self.stored
+        alias._view = None if seen is self.stored.data else (self.stored.data, seen)
+        return alias
+
+    def in_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this view's elements of a tensor with the strides of the stored data."""
+        if self._view is None:
+            return whole
+        return whole.as_strided(self.shape, self.stride(), whole.storage_offset() + self.storage_offset())
+
+    @property
+    def _data(self) -> torch.Tensor:
+        if self._view is None:
+            return self.stored.data
+        data, seen = self._view
+        if data is not self.stored.data:  # a gradient has begun to accumulate in FP32, or was rounded again
+            seen = self.in_whole(self.stored.data)
+            self._view = (self.stored.data, seen)
+        return seen
+
+    @property
+    def partial(self) -> bool | str:
+        partial = self.stored.partial
+        return SHARD if partial == FRESH and not self.numel() else partial  # nothing is copied into an empty shard
+
+    @partial.setter
+    def partial(self, partial: bool | str) -> None:
+        self.stored.partial = partial
+
+    @property
+    def rest(self) -> torch.Tensor | None:
+        return self.residual if self.stored.master is None else self.master
+
+    @rest.setter
+    def rest(self, rest: torch.Tensor | None) -> None:
+        is_master = isinstance(rest, ScaledTensor)
+        self.stored.master, self.stored.residual = (rest, None) if is_master else (None, rest)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the plain values of data and scale, in `dtype` (default: the tensor's). Not differentiable."""
+        if self.block_size:
+            values = self.in_whole(decode(self.stored.data, self._scale_inv, self.block_size))
+        else:
+            values = decode(self._data, self._scale_inv)
+        return values.to(dtype or self.dtype)
+
+    def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the plain values in full precision, in `dtype` (default: the tensor's): after operations in place, or
+        with the master or residual.
+
+        Raises:
+            FP8BackendError: another rank has the master or residual, or a copy in a state dict was written to.
+        """
+        stored, dtype = self.stored, dtype or self.dtype
+        stored.state_dict_copies.check()
+        if stored.elsewhere is not None:
+            if stored.elsewhere.unread:  # takes no memory, and cannot be mistaken for values
+                return torch.empty(self.shape, dtype=self.dtype, device="meta")
+            raise _owned(self)
+        if stored.edited is not None:
+            return self.in_whole(stored.edited).to(dtype, copy=True)
+        if stored.residual is not None:
+            residual = self.residual.to(self._data.device)  # gathered for a checkpoint, it is on the CPU
+            return decode_pair(self._data, residual, self._scale_inv).to(dtype)
+        return (self if stored.master is None else self.master).dequantize(dtype)
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the exact values, as PyTorch functions read them.
+
+        Raises:
+            FP8BackendError: one rank owns them. Raised on all ranks.
+        """
+        if self.shared_out and not self.stored.gathered:
+            raise _owned(self)
+        return self.exact(dtype)
+
+    def remember_amax(self, amax: torch.Tensor) -> None:
+        """Keep max |x| of the data without their scale, until a write to them. FP32, 0-dimensional."""
+        data = self.stored.data
+        self.stored.known = amax, weakref.ref(data), data._version
+
+    def known_amax(self) -> torch.Tensor | None:
+        """Return the amax from `remember_amax`; None after a write to the data. FP32, 0-dimensional."""
+        if self.stored.known is None:
+            return None
+        amax, data, version = self.stored.known
+        return amax if data() is self.stored.data and version == self.stored.data._version else None
+
+    def settle(self) -> None:
+        """Drop the FP32 values after operations in place. The stored data are these values, rounded."""
+        self.stored.state_dict_copies.check()
+        self.stored.edited, self.stored.copied = None, False
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A view outside of autograd. Assigning plain values of the same shape and dtype stores them; assigning to
+        `torch.Tensor.data` would change nothing."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if isinstance(values, ScaledTensor) and values.stored is self.stored and values._view is None:
+            return  # after `p.data += change`
+        differing = [name for name in ("shape", "dtype", "device") if getattr(values, name) != getattr(self, name)]
+        if differing:
+            raise FP8BackendError(
+                f"a weight in scaled precision takes values of its own shape, dtype and device as `.data`: they differ "
+                f"in {' and '.join(differing)} ({_described(values)}, and the weight is {_described(self)}). Move or "
+                f"cast it with its module (module.to(...)), or make it plain first: "
+                f"fp8_backends.restore(model)"
+            )
+        with torch.no_grad():
+            self.detach().copy_(values)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        edited = () if self.edited is None else (self.edited,)
+        return *stored_parts(self, exact=True), *edited
+
+    def to(self, *args, **kwargs) -> torch.Tensor:
+        """Move or cast like `torch.Tensor.to`. A new dtype makes a tensor plain, but a Parameter (`module.to(dtype)`)
+        keeps its storage and presents the new dtype. Any dtype makes an optimizer state plain, as stock
+        `load_state_dict` needs it."""
+        arguments = [*args, kwargs.get("dtype"), kwargs.get("other")]
+        dtypes = {getattr(x, "dtype", x) for x in arguments if isinstance(x, (torch.dtype, torch.Tensor))}
+        stays = dtypes <= {self.dtype} and not (dtypes and self.is_state)
+        if stays or getattr(self, "_is_param", False) or self.requires_grad:
+            return super().to(*args, **kwargs)
+        return self.values().to(*args, **kwargs)
+
+    def finish_accumulation(self) -> None:
+        """Round an accumulated gradient's FP32 data to E4M3, with the scale of its amax. In place."""
+        stored = self.stored
+        if stored.accumulates and stored.data.dtype == torch.float32:
+            stored.data, stored.scale_inv = encode_sum(stored.data, stored.scale_inv)
+
+    @property
+    def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
+        """Arguments of the constructor after data and scale_inv."""
+        whole = self.stored.data
+        if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
+            raise FP8BackendError(
+                f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
+                f"elements cannot be taken apart: read it with dequantize()"
+            )
+        is_part = self.numel() < whole.numel()
+        return self.dtype, self.block_size, self.accumulates, self.partial or is_part
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """Return the tensors that FSDP2 sends for a shard: its data, FP8 as bytes. Every rank has the scale; residuals
+        stay on their ranks."""
+        self.stored.state_dict_copies.check()
+        if self.unagreed:
+            sharded = (p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self)
+            agree_on_scale(self, shard_groups(next(sharded)))  # over the ranks of tensor parallelism, too
+        data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data
+        if self.shape[1:] == outer_size[1:]:  # sharded by rows: the last shards may be shorter
+            missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
+            data = torch.cat([data, data.new_zeros(missing, *outer_size[1:])]) if missing else data
+        return (data,), (self._scale_inv, outer_size)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """Return FSDP2's gathered data as the whole tensor, presenting `param_dtype`."""
+        (gathered,), (scale_inv, size) = all_gather_outputs, metadata
+        if out is not None:
+            local_part(out).stored.scale_inv = scale_inv  # its data are a view of the gathered ones
+            return None
+        data = gathered.reshape(-1)[: size.numel()].view(self._data.dtype).view(size)
+        return ScaledTensor(data, scale_inv, param_dtype, partial=True), (gathered,)
+
+    def __tensor_flatten__(self):
+        # compiled code reads data and scale, as products do
+        return ["_data", "_scale_inv"], self.context
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+        return ScaledTensor(inner_tensors["_data"], inner_tensors["_scale_inv"], *context)
+
+    def __repr__(self) -> str:
+        fmt = FORMAT_OF.get(self._data.dtype)
+        stored = fmt.name.upper() if fmt else str(self._data.dtype).removeprefix("torch.")
+        stored += " and a residual" if self.residual is not None else ""
+        if self.block_size:
+            scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements"
+        elif self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor):
+            scales = "one scale"
+        else:
+            scales = f"scale_inv {self._scale_inv.item():.4g}"
+        trains = ", requires_grad" if self.requires_grad else ""
+        owned = ", exact on one rank" if self.shared_out else ""
+        return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{owned}{trains})"
+
+    def __reduce_ex__(self, protocol):
+        others = {name: value for name, value in self.__dict__.items() if name not in STORED}
+        more = {name: getattr(self, name) for name in ("master", "residual", "elsewhere", "shared_out", "is_state")}
+        more["edited"] = None if self.edited is None else self.in_whole(self.edited)
+        others |= {name: value for name, value in more.items() if value is not None and value is not False}
+        data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
+        return _rebuild, (data, self._data.dtype, self._scale_inv, self.context, self.requires_grad, others)
+
+    def __deepcopy__(self, memo: dict) -> ScaledTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only a ScaledTensor that is a leaf of autograd's graph can be copied deeply")
+        copied = memo.get(id(self))
+        if copied is None:
+            self.state_dict_copies.check()
+            attributes = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_view"}, memo)
+            whole = self.view_of(self.stored.data)
+            whole.stored = attributes["stored"]
+            whole.stored.copied = not (self.is_state or self.accumulates)
+            copied = whole.view_of(self.in_whole(whole.stored.data)).requires_grad_(self.requires_grad)
+            copied.__dict__.update(attributes)
+            memo[id(self)] = copied
+            if self.grad is not None:
+                copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        implementation = OPERATIONS.get(func)
+        result = NotImplemented if implementation is None else implementation(func, *args, **kwargs)
+        return OPERATIONS[None](func, args, kwargs) if result is NotImplemented else result
+
+
+# Pickled tensors: a file may hold anything
+
+
+def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]) -> ScaledTensor:
+    """Return the pickled tensor. Raise `FP8BackendError` if its parts do not match."""
+    if not _belong_together(data, storage, scale_inv, context):
+        raise _damaged("data, scale and form do not belong together")
+    tensor = ScaledTensor(data.view(storage), scale_inv, *context)
+    for name, value in others.items():
+        if not _may_have(tensor, name, value):
+            raise _damaged(f"its {name} does not belong to it")
+        setattr(tensor, name, value)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _damaged(fault: str) -> FP8BackendError:
+    return FP8BackendError(f"a scaled tensor in the file is damaged, or was made up, and is not loaded: {fault}")
+
+
+def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
+    kinds = (torch.dtype, int, bool, (bool, str))
+    tensors = isinstance(data, torch.Tensor) and isinstance(scale_inv, torch.Tensor) and data.layout == torch.strided
+    if not (tensors and storage in (*FORMAT_OF, torch.float32) and isinstance(context, tuple)):
+        return False
+    pickled_dtype = torch.uint8 if storage.itemsize == 1 else storage  # as `__reduce_ex__` writes it
+    if data.dtype != pickled_dtype or len(context) != 4 or not all(map(isinstance, context, kinds)):
+        return False
+    dtype, block_size = context[:2]
+    shape = (-(-data.numel() // block_size),) if block_size > 0 else ()
+    fits = block_size >= 0 and scale_inv.dtype == torch.float32 and scale_inv.shape == shape
+    in_blocks = data.is_contiguous() if block_size else storage != ROOT8.dtype
+    return dtype.is_floating_point and fits and in_blocks
+
+
+def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
+    """Return True if a pickled ScaledTensor may have such an attribute. Names of PyTorch and this class are reserved,
+    except those that `ScaledTensor.__reduce_ex__` writes."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if name in ("shared_out", "is_state"):
+        return isinstance(value, bool)
+    if name == "elsewhere":
+        return isinstance(value, Elsewhere)
+    if name == "master":
+        fits = isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
+        return fits and tensor.residual is None
+    if name == "residual":
+        data = tensor._data
+        has_pair = data.dtype == E4M3.dtype and not (tensor.block_size or tensor.accumulates)
+        fits = is_tensor and value.dtype == torch.int8 and value.layout == torch.strided and tensor.master is None
+        return (
+            has_pair
+            and fits
+            and (value.shape, value.stride(), value.device) == (data.shape, data.stride(), data.device)
+        )
+    if name == "edited":
+        return is_tensor and value.dtype == torch.float32 and value.shape == tensor.shape
+    return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}".replace("torch.", "")
+
+
+# PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read
+torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
+
+
+def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:
+    """Return `(data, scale_inv)` of a ScaledTensor, plus the parts of its master or its residual if `exact`;
+    `(tensor,)` for any other tensor."""
+    if not isinstance(tensor, ScaledTensor):
+        return (tensor,)
+    rest = stored_parts(tensor.rest) if exact and tensor.rest is not None else ()
+    return tensor._data, tensor._scale_inv, *rest
+
+
+# Quantizing
+
+
+def quantize(
+    values: torch.Tensor,
+    storage: torch.dtype,
+    dtype: torch.dtype | None = None,
+    block_size: int = 0,
+    amax: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round values to nearest into `storage`, with power-of-two scales from their amax (MS-AMP's rule).
+
+    Args:
+        values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a DTensor agree on a single
+            scale, so all of them call this; the result is a DTensor.
+        storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in blocks.
+        dtype: presented dtype (default: the dtype of `values`, FP32 for FP16).
+        block_size: elements of the flattened tensor that share a scale; 0: all.
+        amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
+    """
+    local, amax = _local_and_amax(values, amax, block_size)
+    data, scale_inv = encode(local, storage, block_size, amax)
+    return with_local(values, ScaledTensor(data, scale_inv, dtype or _presented(local), block_size))
+
+
+def quantize_pair(
+    values: torch.Tensor, dtype: torch.dtype | None = None, amax: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round values to nearest as E4M3 codes with a residual (`formats.E4M11`), with one power-of-two scale.
+
+    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25 of the amax.
+
+    Args:
+        values, dtype, amax: as in `quantize`.
+    """
+    local, amax = _local_and_amax(values, amax)
+    codes, lower_bits, scale_inv = encode_pair(local.contiguous(), amax)
+    pair = ScaledTensor(codes, scale_inv, dtype or _presented(local))
+    pair.residual = lower_bits
+    return with_local(values, pair)
+
+
+def _local_and_amax(
+    values: torch.Tensor, amax: torch.Tensor | None, block_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    local = local_part(values.detach())
+    if amax is None and not block_size and is_distributed(values):
+        amax = agreed_over(amax_of(local), shard_groups(values))
+    return local, amax
+
+
+def _presented(values: torch.Tensor) -> torch.dtype:
+    return torch.float32 if values.dtype == torch.float16 else values.dtype
+
+
+def quantize_like(
+    values: torch.Tensor, stored: ScaledStorage | ScaledTensor, amax: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round values to nearest into the form of a stored tensor, without a master. `values`, `amax`: as in
+    `quantize`."""
+    stored = getattr(stored, "stored", stored)
+    if stored.residual is not None:
+        return quantize_pair(values, amax=amax)
+    return quantize(values, stored.data.dtype, block_size=stored.block_size, amax=amax)
+
+
+def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the exact plain values of a ScaledTensor or of a DTensor of ScaledTensors; any other tensor detached. Not
+    differentiable."""
+    local = local_part(tensor.detach())
+    if isinstance(local, ScaledTensor):
+        local = local.exact(dtype or tensor.dtype)
+    return with_local(tensor, local)
+
+
+def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None:
+    """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks of the groups call it.
+    The rank's own scale, in use until then, has the same or a finer grid."""
+    write_shard(shard, shard.exact(torch.float32), groups)
+
+
+@torch.no_grad()
+def write_shard(shard: ScaledTensor, values: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
+    """Write plain values into a shard and its master or residual, with scales agreed on by the ranks of the groups."""
+    for target in (shard.master, shard):
+        if target is not None:
+            rounded = quantize_like(values, target, agreed_over(amax_of(values), groups))
+            target.unagreed = False
+            for part in ("_data", "_scale_inv", "residual"):
+                if (written := getattr(target, part)) is not None:
+                    written.copy_(getattr(rounded, part))
+            values = rounded.exact(torch.float32)

@@ -1,0 +1,160 @@
+"""`fp8-backends config FILE`: explain a configuration of Accelerate or Axolotl, and write the same for Accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import FP8BackendError, RecipeError
+from ...recipes.handlers import chosen_by_auto
+from ...recipes.sources import read_file
+from ...rules.validate import Finding
+from ...words import counted
+from ..terminal import paragraphs
+from .accelerate_config import read_accelerate
+from .axolotl_config import read_axolotl
+from .training_config import TrainingConfig, given_fields
+
+_READERS = {"accelerate": read_accelerate, "axolotl": read_axolotl}
+_MARKS = {
+    "accelerate": ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "downcast_bf16"),
+    "axolotl": ("base_model", "datasets", "sequence_len", "micro_batch_size", "fp8", "fp16", "bf16", "adapter"),
+}
+"""Keys that identify a system."""
+
+
+def read(path: str, system: str | None = None, processes: int | None = None) -> TrainingConfig:
+    """Read a YAML (or JSON) file of Accelerate or Axolotl.
+
+    Args:
+        system: "accelerate" or "axolotl"; by default inferred from the keys.
+        processes: number of training processes, instead of the file's.
+
+    Raises:
+        RecipeError: no such file, no YAML, of neither system, or with unknown keys or values.
+    """
+    values = read_file(path)
+    if system is None:
+        counts = {name: sum(mark in values for mark in marks) for name, marks in _MARKS.items()}
+        if counts["accelerate"] == counts["axolotl"]:
+            listed = " or ".join(f"{name.capitalize()} ({', '.join(marks)}, …)" for name, marks in _MARKS.items())
+            raise RecipeError(
+                f"{path}: its keys do not tell whether it is a configuration of {listed}: say it with --from"
+            )
+        system = max(counts, key=counts.get)
+    return _READERS[system](values, path, processes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads an Accelerate YAML or an Axolotl YAML, says what it means as backend string and fields, runs every "
+        "validator on it, and writes an Accelerate YAML that means the same. Without --output that YAML goes to "
+        "standard output and the explanations to standard error."
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the configuration file")
+    add("--from", dest="system", choices=("accelerate", "axolotl"), help="whose it is, if not told")
+    add("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
+    add("--backend", metavar="STRING", help="write this backend in place of the file's")
+    add("--num_processes", "--num-processes", type=int, metavar="N", help="how many will train, over all machines")
+    add("--chip", metavar="CHIP", help="check for this chip and new libraries: h100, l40s, hopper, …")
+    add("--check", action="store_true", help="write nothing and exit with 1 where a validator finds an error")
+    add("--json", action="store_true", help="print JSON in place of explanations and YAML")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.num_processes is not None and args.num_processes < 1:
+        raise RecipeError(f"--num_processes {args.num_processes}: at least 1 is wanted")
+    config = read(args.file, args.system, args.num_processes)
+    if args.backend is not None:
+        config.use(args.backend)
+    findings = config.findings(args.chip)
+    refused = args.check and any(finding.severity == "error" for finding in findings)
+    written = None if refused else config.for_accelerate()
+    if args.json:
+        print(json.dumps(as_json(config, findings, written), indent=1))
+    else:
+        print(explained(config, findings), file=sys.stdout if args.output else sys.stderr)
+    if written is not None:
+        text = _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
+        if args.output:
+            try:
+                Path(args.output).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise FP8BackendError(f"--output {args.output}: {error.strerror or error}") from None
+        if not args.json:
+            launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
+            print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
+    return int(refused)
+
+
+_WITHOUT_IMPORT = """\
+# For `fp8-backends launch`, or for `accelerate launch` of a script that imports fp8_backends. Without the import, stock
+# Accelerate ends with "... is not a valid FP8BackendType".
+"""
+"""Comment at the head of a file, since stock Accelerate's message does not name this package."""
+
+
+def as_json(config: TrainingConfig, findings: list[Finding], written: dict[str, Any] | None) -> dict[str, Any]:
+    """Return everything as plain values; `accelerate` is None if --check refuses to write it."""
+    recipe = config.recipe
+    same = ("mixed_precision", "parallel", "processes", "compiled", "surroundings", "notes", "passed_over")
+    return {
+        "file": config.source,
+        "from": config.system,
+        "backend": recipe and recipe.name,
+        "fields": {} if recipe is None else given_fields(recipe),
+        **{name: getattr(config, name) for name in same},
+        "findings": [asdict(finding) for finding in findings],
+        "accelerate": written,
+    }
+
+
+_ENGINES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
+_ENGINES |= {"tpu": "TPU", "none": "none"}
+_COMPILED = {"none": "no", "full": "the whole model", "regional": "the repeated blocks"}
+_OPTIONS = {
+    "zero_stage": "ZeRO stage {}",
+    "cpu_ram_efficient_loading": "efficient loading",
+    "activation_checkpointing": "activation checkpointing",
+}
+"""Options of the engine that matter for FP8."""
+
+
+def explained(config: TrainingConfig, findings: list[Finding]) -> str:
+    meaning = paragraphs([*_meaning(config), *(("note", note) for note in config.notes)], 10)
+    rows = []
+    for finding in findings:
+        rows += [(finding.severity, f"{finding.reason} [{finding.rule}]"), ("", f"fix: {finding.fix}")]
+    nothing = "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
+    title = f"{config.source} ({config.system.capitalize()}) means:"
+    return f"{title}\n\n{meaning}\n\n{paragraphs(rows, 10) if rows else nothing}"
+
+
+def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    recipe = config.recipe
+    if recipe is None:
+        yield "backend", f"none: mixed precision is {config.mixed_precision}; --backend STRING writes one"
+        yield "precision", config.mixed_precision
+    else:
+        fields = ", ".join(f"{name}={value!r}" for name, value in given_fields(recipe).items())
+        backend = recipe.name
+        if backend == "auto":
+            on_this_machine, reason = chosen_by_auto(recipe)
+            backend = f"auto, which is {on_this_machine.name} on this machine ({reason})"
+        yield "backend", backend
+        yield "fields", fields or "none beyond the backend's defaults"
+        yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"
+    options = [_OPTIONS[key].format(value) for key, value in config.surroundings.items() if key in _OPTIONS and value]
+    yield "sharding", ", ".join([_ENGINES[config.parallel], *options])
+    yield "processes", "not given" if config.processes is None else str(config.processes)
+    yield "compiled", _COMPILED[config.compiled]
+    if config.passed_over:
+        yield "passed by", f"{counted(len(config.passed_over), 'key')} without a word about these"

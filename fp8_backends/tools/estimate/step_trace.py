@@ -1,0 +1,448 @@
+"""Trace one training step without computing it: the tensors, their sizes and lifetimes.
+
+The model, its conversion, autograd and the optimizer are real, run on PyTorch's fake tensors, which have a shape, a
+dtype and no memory. A step of a model of any size takes seconds on any machine, and counts real code: saved
+activations, autocast's copies, FP8 codes between forward and backward, the loss head's FP32 logits. Allocations inside
+a kernel are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ... import preparation
+from ...compute import registry
+from ...compute.products import exact_product
+from ...convert import conversion
+from ...convert.first_step import WorkMeter
+from ...convert.weight_products import find_weight_products
+from ...errors import FP8BackendError
+from ...evidence.auditing import count_flops, inner_tensors, residual_of, stored_bytes
+from ...kernels import quantize as quantization
+from ...kernels.backward import cross_entropy
+from ...kernels.triton_gate import PLAIN
+from ...preparation import optimizer_steps
+from ...recipes.handlers import FP8RecipeKwargs, Recipe
+from ...states.scaled_states import ScaledStates
+from ...tensors.scaled_tensor import ScaledTensor
+from ...words import first_line
+from .model_shapes import count_elements
+
+PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
+"""Uses of memory. Products of one step create `copies` of weights in high precision (autocast's) and FP8 `codes`.
+`activations`: all other tensors of a step, including temporary results."""
+WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
+
+_WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
+
+_PLAIN_TYPES = frozenset(PLAIN)
+
+_KERNELS = frozenset(
+    function.__code__
+    for function in (
+        quantization.quantize, quantization.quantize_blocks, quantization.dequantize_blocks, exact_product,
+        cross_entropy,
+    )
+)  # fmt: skip
+"""Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no kernel makes."""
+
+MOST_ANSWERS = 20_000
+"""Limit of numbers read from tensors in one trace: more is a loop that waits for a value."""
+
+Bytes = dict[str, float]
+"""Bytes of each part."""
+
+
+class Storage(NamedTuple):
+    reference: weakref.ref
+    size: int
+    part: str
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Count live storages by part, and keep the highest moment of each region of the step.
+
+    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way, as a
+    rejection sampler of initial weights does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Bytes = dict.fromkeys(PARTS, 0)
+        self.total = 0
+        self.region = "preparation"
+        self.peaks: dict[str, Bytes] = {}
+        self.peak_totals: dict[str, int] = {}
+        self._storages: dict[int, Storage] = {}
+        self._answers = 0
+
+    def enter(self, region: str) -> None:
+        self.region = region
+        self._note_peak()
+
+    def assign(self, tensor: torch.Tensor, part: str) -> None:
+        """Assign the storages of a tensor to a part."""
+        for inner in inner_tensors(tensor):
+            key = inner.untyped_storage()._cdata
+            storage = self._storages.get(key)
+            if storage is None:
+                self._add(inner, part)
+            elif storage.part != part:
+                self.live[storage.part] -= storage.size
+                self.live[part] += storage.size
+                self._storages[key] = storage._replace(part=part)
+
+    def assign_all(self, old: str, part: str) -> None:
+        for key, storage in self._storages.items():
+            if storage.part == old:
+                self._storages[key] = storage._replace(part=part)
+        self.live[part] += self.live[old]
+        self.live[old] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not _PLAIN_TYPES.issuperset(types):
+            return NotImplemented  # a wrapper subclass dispatches to its inner tensors first
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._answers += 1
+            if self._answers > MOST_ANSWERS:
+                raise FP8BackendError(
+                    "the code of this model asks for values of tensors without end, and here are none"
+                )
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.aten._grouped_mm.default:
+            # PyTorch multiplies fake tensors of experts only in bf16, real ones in every dtype
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            out = func(*args, **(kwargs or {}))
+        made_of_weights = None
+        for tensor in tree_iter(out):
+            has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+            if has_memory and tensor.untyped_storage()._cdata not in self._storages:
+                if made_of_weights is None:
+                    made_of_weights = self._are_weights(args, kwargs)
+                copies = CODES if tensor.dtype.itemsize == 1 else COPIES
+                self._add(tensor, copies if made_of_weights else ACTIVATIONS)
+        return out
+
+    def _are_weights(self, args, kwargs) -> bool:
+        """Return True if the tensors among the arguments are weights, or copies of them."""
+        parts = set()
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                storage = self._storages.get(tensor.untyped_storage()._cdata)
+                parts.add(ACTIVATIONS if storage is None else storage.part)
+        return bool(parts) and parts <= _WEIGHT_PARTS and parts != {BUFFERS}
+
+    def _add(self, tensor: torch.Tensor, part: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._storages[key] = Storage(weakref.ref(storage, lambda _: self._drop(key)), size, part)
+        self.live[part] += size
+        self.total += size
+        self._note_peak()
+
+    def _drop(self, key: int) -> None:
+        self._note_peak()  # counts a kernel's result
+        gone = self._storages.pop(key)
+        self.live[gone.part] -= gone.size
+        self.total -= gone.size
+
+    def _note_peak(self) -> None:
+        # inside a kernel nothing counts: its result counts with the next tensor
+        if self.total >= self.peak_totals.get(self.region, 0) and not _is_inside_kernel():
+            self.peak_totals[self.region] = self.total
+            self.peaks[self.region] = dict(self.live)
+
+
+def _is_inside_kernel() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _KERNELS:
+        frame = frame.f_back
+    return frame is not None
+
+
+@dataclass
+class StepTrace:
+    """Bytes of one training step on one device that holds the whole model."""
+
+    resting: Bytes
+    """Live between two steps."""
+    sizes: dict[str, float]
+    """Elements, bytes and FLOPs of the model: see `_sizes`."""
+    saved: Bytes = field(default_factory=dict)
+    """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
+    peaks: dict[str, Bytes] = field(default_factory=dict)
+    """Highest moment of each region of the step."""
+
+
+@dataclass(kw_only=True)
+class StepSettings:
+    recipe: Recipe | None
+    """None: no FP8. TransformerEngine, which runs only on GPUs, is traced as its native equivalent."""
+    autocast: torch.dtype | None = torch.bfloat16
+    """Dtype of products outside FP8; None: that of the weights."""
+    checkpointing: bool = False
+    releases: Literal["all", "scaled", "none"] = "none"
+    """Gradients to drop inside backward; under DDP only those of scaled weights."""
+
+
+def trace_step(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], dict[str, torch.Tensor]],
+    settings: StepSettings,
+    find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
+) -> StepTrace:
+    """Trace a training step of AdamW with its states in place.
+
+    Args:
+        make_model: makes the model under fake tensors. Its forward takes the batch and returns a loss, or a tuple that
+            begins with it.
+        make_batch: makes the arguments of its forward.
+        find_stacks: lists the blocks that repeat in depth, in their order (an encoder's, a decoder's), for the regions
+            of the trace.
+
+    Raises:
+        FP8BackendError: the model's code depends on values, or its step fails.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
+            model = make_model().train()
+            fake.fake_tensor_converter.tensor_memo.clear()  # its weak references prevent replacing a weight
+            with _attending_without_padding(model):
+                return _Step(model, settings, tracker).trace(make_batch, find_stacks)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise FP8BackendError(
+            f"the memory of this model cannot be told without running it: its code asks for values of tensors "
+            f"({error.func if hasattr(error, 'func') else error}), as mixtures of experts do that loop over experts"
+        ) from error
+    except FP8BackendError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise FP8BackendError(
+            f"a training step of this model fails: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+UNPADDED = "sdpa_without_padding"
+"""Name of transformers' own `scaled_dot_product_attention`, with masks for batches without padding."""
+
+
+@contextlib.contextmanager
+def _attending_without_padding(model: nn.Module) -> Iterator[None]:
+    """Let causal language models of transformers mask a batch without padding: mostly with no mask.
+
+    For fake tensors they always create one, because they cannot see packed sequences in them. It holds the square of
+    the sequence, and repeats keys and values of grouped queries.
+    """
+    changed = []
+    if "transformers" in sys.modules:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(UNPADDED, sdpa_attention_forward)
+        AttentionMaskInterface.register(UNPADDED, lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": True}))
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        causal = [each for each in models if type(each).__name__.endswith("ForCausalLM")]
+        changed = [each for each in causal if each.config._attn_implementation == "sdpa"]
+    for each in changed:
+        each.set_attn_implementation(UNPADDED)
+    try:
+        yield
+    finally:  # its configuration may be the caller's
+        for each in changed:
+            each.set_attn_implementation("sdpa")
+
+
+def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
+    expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
+    if not expected.converted and recipe.on_unproven == "raise":
+        reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
+        raise FP8BackendError(f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}")
+    if recipe.compute != "te":
+        return recipe
+    chosen = set(expected.converted)
+    return FP8RecipeKwargs(
+        backend=recipe.name.replace("te:", "native:", 1),
+        module_filter_func=lambda module, name: name in chosen,
+        on_unproven=recipe.on_unproven,
+        saved_activations=recipe.saved_activations,
+    )
+
+
+class _Step:
+    def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
+        self.model, self.settings, self.tracker = model, settings, tracker
+        if settings.checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if settings.recipe is not None:
+            recipe = _traced_recipe(model, settings.recipe)
+            preparation.prepare_model(model, recipe)
+            optimizer_steps.convert_optimizer(self.optimizer, recipe)
+        if settings.autocast is not None:  # as Accelerate does: autocast around the forward, outputs in FP32
+            forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
+            model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
+        self.plain_gradients = 0
+        """Bytes of the gradients outside scaled precision."""
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+
+    def _after_gradient(self, parameter: torch.Tensor) -> None:
+        self.tracker.assign(parameter.grad, GRADIENTS)
+        is_scaled = isinstance(parameter.grad, ScaledTensor)
+        self.plain_gradients += 0 if is_scaled else stored_bytes(parameter.grad)
+        if self.settings.releases == "all" or (is_scaled and self.settings.releases == "scaled"):
+            parameter.grad = None
+
+    def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
+        tracker = self.tracker
+        self._create_states()
+        stacks = find_stacks(self.model)
+        regions = _Regions(tracker, stacks)
+        tracker.peaks.clear()
+        tracker.peak_totals.clear()
+        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
+        tracker.enter("forward")
+        meter = WorkMeter(self.model, find_weight_products(self.model))
+        batch = make_batch()
+        samples = len(next(iter(batch.values())))
+        outputs = self.model(**batch)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        del batch, outputs
+        regions.goes_back = True
+        tracker.enter("backward of the head")
+        trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
+        loss.backward()
+        meter.detach()
+        if roots := conversion.prepared_roots(self.model):
+            _, root, prepared = roots[0]
+            measures = count_flops(root, prepared, None, meter.work)
+            needed, in_fp8 = measures.needed, measures.in_fp8
+        else:
+            needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
+        trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
+        del loss
+        trace.saved[GRADIENTS] = tracker.live[GRADIENTS]
+        trace.sizes["plain_gradients"] = self.plain_gradients
+        tracker.enter("step")
+        # the kernel of ScaledStates makes no copies, but its eager code would here
+        if not isinstance(self.optimizer, ScaledStates):
+            self.optimizer.step()
+        trace.peaks = tracker.peaks
+        return trace
+
+    def _create_states(self) -> None:
+        """Create the optimizer's states, and assign everything so far to its part."""
+        self._assign_parts()
+        if isinstance(self.optimizer, ScaledStates):
+            for parameter in self.trained:
+                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
+        else:
+            for parameter in self.trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._assign_parts()
+        self.tracker.assign_all(ACTIVATIONS, BUFFERS)  # before the first forward, these are records of layers
+
+    def _assign_parts(self) -> None:
+        for parameter in self.model.parameters():
+            self.tracker.assign(parameter, WEIGHTS)
+            for exact in (getattr(parameter, "master", None), residual_of(parameter)):
+                if exact is not None:
+                    self.tracker.assign(exact, MASTER)
+        for buffer in self.model.buffers():
+            self.tracker.assign(buffer, BUFFERS)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    self.tracker.assign(value, MASTER if "master" in name else STATES)
+
+
+class _Regions:
+    """Tell the tracker the region of the step: before, in or behind the blocks, forward or backward.
+
+    The first and the last block of a stack have their own regions: live bytes grow or fall evenly from block to block,
+    so the highest moment is at one of the ends.
+    """
+
+    def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
+        self.tracker, self.goes_back = tracker, False
+        for number, blocks in enumerate(stacks):
+            self._watch(blocks, "the" if number == len(stacks) - 1 else "the encoder's")
+
+    def _watch(self, blocks: list[nn.Module], whose: str) -> None:
+        last = len(blocks) - 1
+        names = {0: f"{whose} first block", last: f"{whose} last block"}
+        for number, block in enumerate(blocks):
+            name = names.get(number, f"{whose} blocks between")
+            block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
+            block.register_forward_hook(
+                lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
+            )
+        blocks[0].register_forward_hook(
+            lambda _, args, output: self._enter_in_backward(args, f"backward of {whose} embedding")
+        )
+        blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
+
+    def _enter(self, region: str) -> None:
+        if not self.goes_back:  # else checkpointing recomputes the block
+            self.tracker.enter(region)
+
+    def _enter_in_backward(self, values: object, region: str) -> None:
+        """Enter the region when backward reaches these tensors."""
+        for tensor in tree_iter(values):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(region))
+
+
+def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
+    """Return the sizes for sharding and communication.
+
+    In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
+    `converted` (in FP8 products), `scaling_states` (reduced over ranks), `block` and `block_scaled` (of the largest
+    block), `outside` (the blocks). In bytes: `scaled_states` (moments of scaled weights).
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    scaled = [p for p in trained if isinstance(p, ScaledTensor)]
+    named = [item for p in scaled for item in optimizer.state[p].items()]
+    states = [value for name, value in named if isinstance(value, torch.Tensor) and "master" not in name]
+    block = max(blocks, key=count_elements, default=model)
+    sizes = {
+        "parameters": count_elements(model),
+        "trained": sum(p.numel() for p in trained),
+        "scaled": sum(p.numel() for p in scaled),
+        "largest_scaled": max((p.numel() for p in scaled), default=0),
+        "scaled_states": sum(map(stored_bytes, states)),
+        "converted": 0,
+        "scaling_states": 0,
+        "block": count_elements(block),
+        "block_scaled": sum(p.numel() for p in block.parameters() if isinstance(p, ScaledTensor)),
+        "outside": count_elements(model) - sum(map(count_elements, blocks)),
+    }
+    for _, root, prepared in conversion.prepared_roots(model):
+        for layer in prepared.compute.converted_layers(root).values():
+            sizes["converted"] += layer.weight.numel()
+        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
+    return sizes

@@ -1,0 +1,219 @@
+"""Test FP8 training here: one small step of each backend and a plain one, in another process.
+
+The plain step, and everything around FP8, is in bf16, or in FP32 on a CPU without bf16 products. A test proves four
+things: every converted layer made all three products in FP8 (`audit`), loss and gradients match the plain step up to
+FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and states have the planned bytes. A
+backend that crashes or hangs ends this process, not the doctor.
+
+    python -m fp8_backends.tools.self_test native:dynamic msamp:O2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..compute import hardware
+from ..evidence.auditing import Audit, audit, incomplete_layers
+from ..preparation import prepare
+from ..recipes.handlers import Recipe, resolve
+from ..recipes.precision_plan import plan
+from ..states.levels import scale_bytes_per_element
+from ..tensors.scaled_tensor import ScaledTensor
+from ..words import first_line
+
+LOSS_BOUND = 0.05
+GRADIENT_BOUND = 0.25
+"""Relative errors against the plain step, the gradient's in L2. Rounding to E4M3 is an error of 0.026, to E5M2 of
+0.052, so a forward product errs by 0.037 and a backward one by 0.058. Through the three layers here a gradient errs by
+0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
+by 1."""
+BYTES_BOUND = 0.02
+"""Bytes of an element beyond the plan and the scales of blocks, for one scale a tensor."""
+
+STARTS_WITHIN = 90.0
+"""Seconds for the process to import its libraries."""
+ENDS_WITHIN = 45.0
+"""Seconds for one test, usually less than one."""
+
+_WIDTH, _TOKENS, _LAYERS = 64, 64, 3
+_MARK = "fp8_backends self-test: "
+
+
+@dataclass
+class SelfTest:
+    backend: str
+    proven: bool
+    reason: str
+    """Reason why it is not proven, or ""."""
+    precision: str = ""
+    """Precision of the plain step and around FP8: "bf16" or "fp32"."""
+    loss_error: float | None = None
+    """|loss - plain loss| / |plain loss|."""
+    gradient_error: float | None = None
+    """Maximum over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
+    products: int = 0
+    engine: str = ""
+    bytes_per_element: float | None = None
+    seconds: float = 0.0
+
+
+def run(backends: Sequence[str]) -> list[SelfTest]:
+    """Test the backends in another process, and in a new one after a backend ended or hung it."""
+    results: list[SelfTest] = []
+    while len(results) < len(backends):
+        results += _run_in_process(list(backends[len(results) :]))
+    return results
+
+
+def _run_in_process(backends: list[str]) -> list[SelfTest]:
+    """Return the results up to the first test that ends the process; at least one."""
+    command = [sys.executable, "-m", __name__, *backends]
+    results, reasons, limit = [], [], STARTS_WITHIN
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), start_new_session=True
+        )
+
+        def kill(*late: str) -> None:  # with its children, in its own session
+            reasons.extend(late)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        try:
+            for backend in backends:
+                timer = threading.Timer(limit, kill, [f"the test did not end within {limit:.0f} seconds"])
+                timer.start()
+                line = next((line for line in process.stdout if line.startswith(_MARK)), None)
+                timer.cancel()
+                if line is None:
+                    code = process.wait()
+                    errors.seek(0)
+                    # an interrupted library may end with nanobind's list of leaks
+                    lines = itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors)
+                    last_line = ([line.strip() for line in lines if line.strip()] or ["no message"])[-1]
+                    how = f"code {code}: {last_line}" if code >= 0 else signal.Signals(-code).name
+                    reasons.append(f"the test ended its process with {how}")
+                    return [*results, SelfTest(backend, False, reasons[0])]
+                results.append(SelfTest(**json.loads(line.removeprefix(_MARK))))
+                limit = ENDS_WITHIN
+            return results
+        finally:
+            kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without variables that make the test a rank or turn FP8 on."""
+    dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": path, "FP8_BACKENDS_DISABLE": "1"}
+
+
+# In the process
+
+
+def main(backends: Sequence[str]) -> None:
+    """Test each backend and print one line of JSON for each."""
+    logging.getLogger("fp8_backends").setLevel(logging.ERROR)
+    for backend in backends:
+        print(_MARK + json.dumps(asdict(test(backend))), flush=True)
+
+
+def test(backend: str) -> SelfTest:
+    """Test one backend in this process."""
+    start = time.perf_counter()
+    try:
+        result = _test(backend)
+    except Exception as error:  # a library may raise anything
+        result = SelfTest(backend, False, f"{type(error).__name__}: {first_line(error)}")
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _test(backend: str) -> SelfTest:
+    recipe = resolve(backend)
+    expected_loss, expected_gradients = _backward(_model_and_optimizer()[0])
+    model, optimizer = prepare(*_model_and_optimizer(), recipe)
+    if recipe.scaling == "delayed":
+        _backward(model)  # TransformerEngine's first step has scales of 1, where small gradients vanish
+        optimizer.zero_grad()
+    loss, gradients = _backward(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    report = audit(model, optimizer)
+    pairs = zip(gradients, expected_gradients, strict=True)
+    result = SelfTest(
+        backend,
+        True,
+        "",
+        precision=hardware.fast_precision(_device()),
+        loss_error=abs(loss - expected_loss) / abs(expected_loss),
+        gradient_error=max(((fp8 - plain).norm() / plain.norm()).item() for fp8, plain in pairs),
+        products=sum(sum(counts.values()) for counts in report.products.values()),
+        engine=", ".join(sorted(set(report.engine.values()))),
+        bytes_per_element=report.bytes_per_element["total"],
+    )
+    faults = list(_faults(result, report, recipe))
+    if not all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)):
+        faults.append("a weight did not move in the optimizer's step")
+    result.proven, result.reason = not faults, "; ".join(faults)
+    return result
+
+
+def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
+    for name, missing in incomplete_layers(report, recipe).items():
+        yield f"layer {name} made no {' '.join(missing)} in FP8"
+    if len(report.products) != _LAYERS:
+        yield f"{len(report.products)} of {_LAYERS} layers were converted"
+    bounds = (("loss", result.loss_error, LOSS_BOUND), ("gradient", result.gradient_error, GRADIENT_BOUND))
+    for quantity, error, bound in bounds:
+        if not error <= bound:  # NaN too
+            yield f"{quantity} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
+    promised = plan(recipe).bytes_per_element + scale_bytes_per_element(recipe)
+    if not abs(result.bytes_per_element - promised) <= BYTES_BOUND:
+        yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
+
+
+def _device() -> str:
+    return "cuda" if hardware.has_gpu() else "cpu"
+
+
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers[:-1]).to(_device())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _backward(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
+    """Return (loss, plain gradients of all parameters) of one fixed batch, in the fast precision."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(_device()) for _ in range(2))
+    inputs.requires_grad_()  # so that the first layer makes its dgrad
+    with hardware.fast_autocast(_device()):
+        loss = (model(inputs).float() - targets).square().mean()
+    loss.backward()
+    gradients = [p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad for p in model.parameters()]
+    return loss.item(), [gradient.detach().float().clone() for gradient in gradients]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Look into and hook onto PyTorch modules, optimizers and backward passes."""

@@ -1,1 +1,0 @@
-"""Watch a training while it runs: the monitor of its casts, and the guard."""

@@ -1,0 +1,1 @@
+"""Watch training: `guard` acts on bad steps, `monitor` samples casts."""

@@ -1,0 +1,355 @@
+"""Sample statistics of FP8 tensors in training: every `monitor_every` optimizer steps, for each converted layer.
+
+A sampled step has forward hooks on the layers; other steps have none. The hooks ask the backend for each tensor's cast
+(`Compute.cast_of`), count its effects on the device, and change nothing. When the step ends, all numbers
+come to the host at once, and rank 0 appends a line of JSON to a file, for its own tensors and batch.
+
+All microbatches of the step count together, weights once; recomputation by activation checkpointing does not count.
+Compiled code has no hooks: on every rank `torch.compile` steps aside for a sampled step, and with it fused kernels
+whose rounding differs in the last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..announcement import is_main_process
+from ..compute.interface import Compute
+from ..convert.conversion import PREPARED, Prepared, prepared_roots
+from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
+from ..formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from ..recipes.handlers import Recipe
+from ..tensors.encoding import amax_of
+from ..tensors.scaled_tensor import ScaledTensor
+from ..tensors.sharded_tensor import local_part
+from ..tensors.statistics import Statistics, read, statistics_of, statistics_of_codes
+from ..torch_tools.backward_end import inside_backward
+from ..torch_tools.modules import CONVERSION, TemporaryHook, is_traced
+from ..torch_tools.optimizers import steps_of
+from ..words import listed, share
+from .guard import guard_of
+
+logger = logging.getLogger("fp8_backends")
+
+NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
+"""Names of cast tensors in records."""
+STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of tensors stored by levels in few bits, besides weights."""
+
+NOT_FINITE = "inf or NaN"
+MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
+NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    NOT_FINITE: lambda entry: not is_finite(entry),
+    f"over {share(MANY_SATURATED)} clipped": lambda entry: (entry.get("saturated") or 0.0) > MANY_SATURATED,
+    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: (entry.get("flushed") or 0.0) > MANY_FLUSHED,
+}
+"""Entries of a record that deserve a line in the log. Clipped values are among the largest of a tensor, flushed ones
+below a hundred-thousandth of the largest; both are rare with fitting scales: a scale from the tensor's own amax clips
+nothing, and flushes one value of 10,000 in a bell-shaped tensor."""
+
+
+def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Sample the prepared models of this optimizer if the recipe has a `monitor_every`. The first of several optimizers
+    of a model samples it. Repeated calls replace the recipe."""
+    monitor = monitor_of(optimizer)
+    if monitor is not None:
+        monitor.recipe = recipe
+    if not recipe.monitor_every:
+        return
+    roots = [(root, prepared) for model in models for _, root, prepared in prepared_roots(model)]
+    if monitor is None:
+        monitor = Monitor(recipe)
+        optimizer.register_step_post_hook(monitor)
+    monitor.roots.update((root, None) for root, prepared in roots if prepared.observed.optimizers()[:1] == [optimizer])
+
+
+def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
+    """Return the monitor of an optimizer, if any."""
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Monitor)), None)
+
+
+class Monitor:
+    """Sample every `monitor_every` steps of an optimizer: a step post-hook.
+
+    The proof has the first step. If a step yields no sample, the next one is sampled.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.report: Callable[[dict[str, float], int], None] | None = None
+        """Called with the summary and the step of each sample."""
+        self.steps = 0
+        """Steps of this optimizer in this process."""
+        self.due = max(recipe.monitor_every, 2)
+        self.sample: Sample | None = None
+        self.roots: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.logged: set[str] = set()
+        """Findings named in the log."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        if is_traced():
+            return
+        self.steps += 1
+        if self.sample is not None:
+            self._finish(optimizer)
+        if self.recipe.monitor_every and self.steps + 1 >= self.due:
+            self._begin(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
+        if not prepared:  # all were restored
+            return
+        self.sample = Sample([Watched(*root) for root in prepared], is_main_process())
+        # close the sample of an optimizer that is deleted before its next step
+        gone = weakref.finalize(optimizer, self.sample.close)
+        gone.atexit = False
+        self.sample.closing.callback(gone.detach)
+
+    def _finish(self, optimizer: torch.optim.Optimizer) -> None:
+        sample, self.sample = self.sample, None
+        self.due = self.steps + self.recipe.monitor_every
+        sample.close()
+        is_prepared = any(watched.root.__dict__.get(PREPARED) is watched.prepared for watched in sample.watched)
+        if not (sample.records and is_prepared and self.recipe.monitor_every):  # restored, or switched off meanwhile
+            return
+        began, counted_steps, guard = time.perf_counter(), steps_of(optimizer), guard_of(optimizer)
+        step = self.steps if counted_steps is None else counted_steps + (0 if guard is None else guard.skipped)
+        tensors: dict[str, dict[str, Any]] = {}
+        for (name, tensor), numbers in sample.numbers().items():
+            tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)
+        record = {
+            "step": step,
+            "recipe": self.recipe.name,
+            "casts": ", ".join(dict.fromkeys(watched.prepared.compute.casts_by for watched in sample.watched)),
+            "tensors": tensors,
+            "not_seen": sorted({name for watched in sample.watched for name in watched.layers} - tensors.keys()),
+            "seconds": round(sample.seconds + time.perf_counter() - began, 4),
+        }
+        self._write(record)
+        self._name_notable(record)
+        if self.report is not None and (values := summary(record)):
+            self.report(values, step)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        path = Path(self.recipe.monitor_file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - 1, 0))
+                # start a new line after one cut by a kill or a full disk
+                begin = "" if file.read(1) in (b"", b"\n") else "\n"
+                file.write(f"{begin}{json.dumps(record, allow_nan=False)}\n".encode())
+        except OSError as error:  # such as a full disk, no reason to stop a training
+            if "file" not in self.logged:
+                self.logged.add("file")
+                logger.warning("%s: statistics cannot be written: %s", self.recipe.name, error)
+
+    def _name_notable(self, record: Mapping[str, Any]) -> None:
+        """Log the notable tensors in one line, each tensor once."""
+        parts = []
+        for finding, is_notable in NOTABLE.items():
+            names = [label for label, _, entry in tensors_of(record) if is_notable(entry)]
+            new = [name for name in names if f"{finding} {name}" not in self.logged]
+            self.logged.update(f"{finding} {name}" for name in new)
+            origin = f", first {new[0]}" if finding == NOT_FINITE and len(new) > 1 else ""
+            parts += [f"{finding}: {listed(new)}{origin}"] if new else []
+        if parts:
+            see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
+            logger.warning("%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see)
+
+
+class Watched:
+    """A prepared root and its FP8 layers."""
+
+    def __init__(self, root: nn.Module, prepared: Prepared) -> None:
+        self.root, self.prepared, self.layers = root, prepared, prepared.compute.converted_layers(root)
+
+    @property
+    def runs_compiled(self) -> bool:
+        """True if a layer was missing from the first step in Python."""
+        return "torch._dynamo" in sys.modules and not self.layers.keys() <= self.prepared.observed.work.keys()
+
+
+class Sample:
+    """Hooks and counts of one sampled step.
+
+    Args:
+        records: this rank counts. Other ranks only take the same way through the step.
+    """
+
+    def __init__(self, watched: list[Watched], records: bool) -> None:
+        self.watched, self.records = watched, records
+        self.trains = False
+        """A training forward of a root runs: reentrant checkpointing turns gradients off inside."""
+        self.seconds = 0.0
+        """Host seconds taken by the hooks."""
+        self.counted: dict[tuple[str, str], Statistics] = {}
+        """By layer and tensor."""
+        self.closing = contextlib.ExitStack()
+        if any(root.runs_compiled for root in watched):
+            stance = torch.compiler.set_stance("force_eager")
+            self.closing.callback(stance.__exit__, None, None, None)
+        for root in watched if records else ():
+            self._hook(root)
+
+    def _hook(self, watched: Watched) -> None:
+        root, compute = watched.root, watched.prepared.compute
+        handles = [
+            root.register_forward_pre_hook(Hook(self._begin_forward)),
+            root.register_forward_hook(Hook(self._end_forward), always_call=True),
+        ]
+        for name, layer in watched.layers.items():
+            hook = Hook(functools.partial(self._after_layer, name, compute))
+            # before FSDP2 frees the gathered weight
+            handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        for handle in handles:
+            self.closing.callback(handle.remove)
+
+    def _begin_forward(self, *_) -> None:
+        self.trains = torch.is_grad_enabled()
+
+    def _end_forward(self, *_) -> None:
+        self.trains = False
+
+    def _after_layer(self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any) -> None:
+        if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has replicas
+            return
+        if CONVERSION not in layer.__dict__:  # restored meanwhile
+            return
+        if (self.trains or torch.is_grad_enabled()) and not inside_backward():
+            self._count(name, compute, layer, INPUT, next(iter((*args, *kwargs.values()))))
+            if (name, NAMES[WEIGHT]) not in self.counted:
+                self._count(name, compute, layer, WEIGHT, layer.weight)
+        if output.requires_grad and not hasattr(output, "when_backward"):  # deferred logits have no gradient
+            output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
+
+    @torch.no_grad()
+    def _count(self, name: str, compute: Compute, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+        if tensor != WEIGHT:
+            values = local_part(values)  # under tensor parallelism, whose amax may be smaller than the whole's
+        if not values.numel():
+            return
+        began = time.perf_counter()
+        with torch.autocast(values.device.type, enabled=False):
+            cast = compute.cast_of(layer, tensor, values)
+            if cast is not None:
+                counts, key = statistics_of(cast), (name, NAMES[tensor])
+                self.counted[key] = self.counted[key].merged(counts) if key in self.counted else counts
+        self.seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent."""
+        self.closing.close()
+
+    @torch.no_grad()
+    def numbers(self) -> dict[tuple[str, str], Statistics]:
+        """Return all numbers by layer and tensor, tensors stored by a level included. Waits for the device."""
+        for watched in self.watched:
+            optimizers = watched.prepared.observed.optimizers()
+            for name, layer in watched.layers.items():
+                for tensor, stored in _stored_of(layer.weight, optimizers).items():
+                    fmt, amax = FORMATS[stored._data.dtype], amax_of(stored.dequantize(torch.float32))
+                    amax = amax.sqrt() if fmt is ROOT8 else amax
+                    self.counted[name, tensor] = statistics_of_codes(stored._data, stored._scale_inv, amax, fmt)
+        return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
+
+
+class Hook(TemporaryHook):
+    """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args) -> None:
+        if not is_traced():
+            self.call(*args)
+
+
+def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ScaledTensor]:
+    """Return the tensors stored by a level in few bits for this weight: this rank's part, after the step."""
+    tensors = {"gradient": weight.grad}
+    for optimizer in optimizers:
+        state = optimizer.state.get(weight, {})
+        tensors |= {name: state[name] for name in STORED if name in state}
+    local = {name: local_part(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return {name: t for name, t in local.items() if isinstance(t, ScaledTensor) and t._data.dtype in FORMAT_OF}
+
+
+# Records
+
+
+def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:
+    """Return the numbers of one tensor for JSON; None for non-finite ones, and for those without meaning then."""
+    low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
+    if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros
+        low = high = None
+    entry: dict[str, Any] = {
+        "format": numbers.fmt.name,
+        "amax": _finite(numbers.amax),
+        "scale": high if low == high else [low, high],
+        "elements": numbers.elements,
+        "counted": numbers.counted,
+        "zeros" if stored else "flushed": round(numbers.flushed_share, 8) if numbers.is_finite else None,
+        "at_max" if stored else "saturated": round(numbers.saturated_share, 8) if numbers.is_finite else None,
+    }
+    if not stored:
+        entry["sqnr_db"] = None if numbers.sqnr_db is None else round(numbers.sqnr_db, 2)
+    held = [index for index, count in enumerate(numbers.binades) if count and numbers.is_finite]
+    first, end = (held[0], held[-1] + 1) if held else (0, 0)
+    top = numbers.fmt.max_exponent + 1
+    return entry | {"exponents": [top - end + 1, top - first], "binades": numbers.binades[first:end][::-1]}
+
+
+def _finite(number: float) -> float | None:
+    # enough digits to tell FP32 numbers apart, and no -0
+    return float(f"{number:.9g}") + 0.0 if math.isfinite(number) else None
+
+
+def is_finite(entry: Mapping[str, Any]) -> bool:
+    """Return True if the values and scales of a tensor were finite."""
+    return None not in (entry["amax"], entry.get("saturated", entry.get("at_max")))
+
+
+def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return (label, name, entry) of each tensor in the order of a step: forward, backward, states. The first
+    non-finite one is the likely origin."""
+    tensors = [
+        (f"{layer or '(root)'} {name}", name, entry)
+        for layer, entries in record["tensors"].items()
+        for name, entry in entries.items()
+    ]
+    forward = [tensor for tensor in tensors if tensor[1] in (NAMES[INPUT], NAMES[WEIGHT])]
+    backward = [tensor for tensor in reversed(tensors) if tensor[1] == NAMES[GRAD_OUTPUT]]
+    return [*forward, *backward, *(tensor for tensor in tensors if tensor[1] in STORED)]
+
+
+def summary(record: Mapping[str, Any]) -> dict[str, float]:
+    """Summarize a record by its worst tensors: `fp8/not_finite`, the number of tensors with an inf or a NaN,
+    `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and `fp8/max_flushed`. The last three are NaN if a cast
+    is not finite. Empty for a record without casts."""
+    tensors = tensors_of(record)
+    casts = [entry for _, name, entry in tensors if name not in STORED]
+    if not casts:
+        return {}
+    values = {"fp8/not_finite": float(sum(not is_finite(entry) for *_, entry in tensors))}
+    if not all(map(is_finite, casts)):
+        return values | dict.fromkeys(("fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed"), math.nan)
+    values |= {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}
+    sqnr = [entry["sqnr_db"] for entry in casts if entry["sqnr_db"] is not None]
+    return values | ({"fp8/worst_sqnr": min(sqnr)} if sqnr else {})
