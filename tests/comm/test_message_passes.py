@@ -1,4 +1,4 @@
-"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/numerics/triton_kernels."""
+"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/kernels/triton."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Engine(NamedTuple):
     compiled: tuple[str, ...] = ()
     """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
     native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
-    in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `training/test_conv1d.py`;
+    in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
     `deepspeed_checks.py` has the other kind under ZeRO-1 and ZeRO-2."""
     run: tuple[str, ...] | None = None
     """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""

@@ -41,7 +41,7 @@ def modules(root: Path) -> dict[str, Path]:
     found = {}
     for file in root.rglob("*.py"):
         if file.relative_to(root).parts[0] in ("docs", "examples"):
-            continue  # the configuration of Sphinx, and scripts that are copied (`tests/cli/test_examples.py`)
+            continue  # the configuration of Sphinx, and scripts that are copied (`tests/tools/test_examples.py`)
         parts = file.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

@@ -3,8 +3,8 @@ of this package has a fix.
 
 To run more of them, or the seed of a failure::
 
-    FP8_BACKENDS_RANDOM_MODELS=0:1000 python -m pytest tests/training/test_random_models.py
-    FP8_BACKENDS_RANDOM_MODELS=412:413 python -m pytest tests/training/test_random_models.py
+    FP8_BACKENDS_RANDOM_MODELS=0:1000 python -m pytest tests/convert/test_random_models.py
+    FP8_BACKENDS_RANDOM_MODELS=412:413 python -m pytest tests/convert/test_random_models.py
 """
 
 from __future__ import annotations

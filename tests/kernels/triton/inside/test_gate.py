@@ -1,4 +1,4 @@
-"""Which tensors go to the kernels where Triton is there. tests/numerics/kernels/test_triton_gate.py has the rest."""
+"""Which tensors go to the kernels where Triton is there. tests/kernels/test_triton_gate.py has the rest."""
 
 from __future__ import annotations
 
