@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_process
-from cli.comparing import compared
+from tools.comparing import compared
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -194,7 +194,7 @@ def agree_on_scaling(
     scales.
 
     Args:
-        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank.
+        states: int32 [3, 2 + history length] each, as in `formats.scaling`; the same shapes on every rank.
         group: the ranks (default: all).
         contributes: False: this rank copies the agreement of the others.
     """

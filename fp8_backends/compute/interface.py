@@ -196,7 +196,7 @@ class Compute(ABC):
         or if it is not known.
 
         Args:
-            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `numerics.scaling`.
+            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `formats.scaling`.
             values: the layer's input [..., in_features], the Parameter of its weight, or the gradient of its output
                 [..., out_features].
         """
@@ -212,7 +212,7 @@ class Compute(ABC):
         return {}
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        """Return the live states for ranks to agree on, int32 [3, 2 + history length] each as in `numerics.scaling`.
+        """Return the live states for ranks to agree on, int32 [3, 2 + history length] each as in `formats.scaling`.
         Empty for a rule without state, or if the backend agrees on them itself."""
         return []
 

@@ -3,7 +3,7 @@
 Converted layers keep the codes of their operands. Norms, activation functions and elementwise products keep inputs and
 results in the dtype of their computation, mostly FP32 for a norm written in Python. After the forward of a module, a
 hook walks the autograd nodes made since the module's inputs (`Packer`), and registers E4M3 codes
-(`numerics.saved_values`) with the saved tensors of the nodes in `NODES`, by the public `SavedTensor.register_hooks`.
+(`tensors.saved_values`) with the saved tensors of the nodes in `NODES`, by the public `SavedTensor.register_hooks`.
 The forward itself is unchanged, and every node outside the table keeps its tensors.
 
 Left alone in listed nodes: leaves (Parameters, buffers, masks), small tensors, rows shorter than a block, tensors

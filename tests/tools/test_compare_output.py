@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from cli.comparing import InProcess, Silent, check_page, compared, tiny_settings
+from tools.comparing import InProcess, Silent, check_page, compared, tiny_settings
 
 from fp8_backends.tools import page as pages
 from fp8_backends.tools.compare.command import announce, conclude, introduce

@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import warm_process
-from cli.comparing import TINY, InProcess, Silent, compared, tiny_settings, write_text
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.comparing import TINY, InProcess, Silent, compared, tiny_settings, write_text
 
 from fp8_backends.compute import hardware
 from fp8_backends.errors import RecipeError

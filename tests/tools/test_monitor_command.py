@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli.comparing import check_page
+from tools.comparing import check_page
 
 from fp8_backends.tools.main import main
 from fp8_backends.tools.monitor import findings, read_samples, render, usual_db

@@ -8,9 +8,9 @@ import random
 import statistics
 
 import pytest
-from cli.comparing import compared
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.comparing import compared
 
 from fp8_backends.tools.compare.summary import Gap, checks, paired_gap, spread, t_quantile, verdict
 from fp8_backends.tools.terminal import change, duration, with_minus_signs

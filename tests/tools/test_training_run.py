@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cli.comparing import checks_by_name, compared, planted, tiny_settings
+from tools.comparing import checks_by_name, compared, planted, tiny_settings
 from torch import nn
 
 import fp8_backends

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from cli.comparing import checks_by_name, compared, planted, tiny_settings, write_text
+from tools.comparing import checks_by_name, compared, planted, tiny_settings, write_text
 from torch.nn import functional
 from transformers import (
     AlbertConfig,

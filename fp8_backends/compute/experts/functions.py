@@ -79,7 +79,7 @@ class ExpertWeight(nn.Module):
 
     @property
     def fp8_owner(self) -> tuple[nn.Module, str]:
-        """The result of `numerics.modules.owner_of`."""
+        """The result of `torch_tools.modules.owner_of`."""
         return self.fp8_experts[0], self.fp8_part
 
     @property

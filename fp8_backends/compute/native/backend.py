@@ -7,7 +7,7 @@ One layer under the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gra
 
 Backward keeps only x8 and w8, half the bytes of bf16. Layers with the same input (q, k and v of an attention) share one
 x8, and microbatches may share w8 (`SharedCodes`). Each tensor is cast into the two layouts of its products, or into one
-with a view (`numerics.kernels.quantize`). `rowwise`, `blockwise` and `mxfp8` quantize along the contraction, once for
+with a view (`kernels.quantize`). `rowwise`, `blockwise` and `mxfp8` quantize along the contraction, once for
 each product: forward keeps a column-wise copy of x, made from high precision, and backward quantizes the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data is cast to w8 without a copy of

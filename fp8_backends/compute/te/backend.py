@@ -214,7 +214,7 @@ class TransformerEngineCompute(Compute):
         return Quantized(weight._data, weight._scale_inv) if has_codes else None
 
     def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast by the equal rules of `numerics.scaling`, or by TransformerEngine's own delayed scales. None
+        """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own delayed scales. None
         for a weight that is sharded, or multiplied without a cast."""
         recipe = module.te_state.recipe
         if isinstance(module, ExpertWeight) or not (module.training or recipe.use_autocast_during_eval):
