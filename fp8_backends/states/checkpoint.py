@@ -169,7 +169,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool) -> Iterator[None]:
-    """Make an optimizer's states whole inside. Arguments as in `preparation.whole_states`."""
+    """Make an optimizer's states whole inside. Arguments as in `optimizers.whole_states`."""
     with _outermost(optimizer, receives) as weights:
         sharded = set(map(id, weights))
         for group in optimizer.param_groups:
