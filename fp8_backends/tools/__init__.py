@@ -1,0 +1,1 @@
+"""Commands of `fp8-backends`, and one way to show their results."""

@@ -6,6 +6,7 @@ python tests/docs/generated.py --write    writes them into the guides
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import textwrap
@@ -13,9 +14,10 @@ from pathlib import Path
 
 from documents import GUIDES, ROOT
 
-sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "house")]
 import feature_table  # noqa: E402
 import matrix  # noqa: E402
+from test_arrows import FLOORS  # noqa: E402
 
 from fp8_backends.compute import chips
 from fp8_backends.convert import saved_activations
@@ -144,7 +146,21 @@ def written(document: Path) -> str:
     return re.sub(marked, lambda _: between(name, table()), text, flags=re.DOTALL | re.MULTILINE)
 
 
+def rooms() -> str:
+    """Return the rooms of the package, the lowest floor first, with the first line of each docstring."""
+    rows = [["floor", "room", "contents"]]
+    for floor, names in enumerate(FLOORS):
+        for room in names:
+            path = ROOT / "fp8_backends" / ("" if room == "__init__" else room)
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            shown = {"__init__": "``fp8_backends``"}.get(room, f"``{room}``")
+            first = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).split("\n\n")[0].replace("\n", " ")
+            rows.append([str(floor), shown, escaped(first)])
+    return simple_table(rows)
+
+
 TABLES = {
+    "contributing.rst": ("rooms", rooms),
     "examples.rst": ("examples", gallery),
     "doctor.rst": ("chips", chip_table),
     "accelerate_features.rst": ("features", features),
