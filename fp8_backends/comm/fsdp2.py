@@ -1,14 +1,9 @@
 """Reduce gradients in FP8 under FSDP2, by its own extension points, and agree on scaling states over meshes.
 
-Weights decide themselves how FSDP2 gathers them (`ScaledTensor.fsdp_pre_all_gather`): in FP16 at levels O1 and O2, in
-FP8 from O3 on. `FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements of
-FSDP2's flat buffer, without regard to parameters. The sum is FP32.
-
-FSDP2 itself copies with one shard, and reduces between the replicas of a hybrid mesh (HSDP) without an extension point:
-both stay plain.
-
-Under tensor parallelism weights are DTensors, and gradients are whole on each rank or sharded as the weights, so that
-only scaling states travel after backward.
+`FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements of FSDP2's flat
+buffer, without regard to parameters. FSDP2 itself copies with one shard, and reduces between the replicas of a hybrid
+mesh (HSDP) without an extension point: both stay plain. Under tensor parallelism gradients are whole on each rank or
+sharded as the weights, so that only scaling states travel after backward.
 """
 
 from __future__ import annotations

@@ -45,16 +45,11 @@ Place = tuple[nn.Module, str]
 class Travelling(Protocol):
     """Codes of one layer's weight. Each rank has some rows, or some experts of a 3-D weight."""
 
-    wanted: bool
-    """The layer's next forward reads codes, and nothing else of the weight."""
-    change_in_forward: bool
-    """A constant weight may have other codes in the next forward."""
-    recomputed: bool
-    """Backward runs the layer's forward again."""
-    products: tuple[str, ...]
-    """Products with codes of their own: FPROP, shared by dgrad, or FPROP and DGRAD."""
-    agreed: dict[str, torch.Tensor]
-    """Result of the agreement for each of `products`."""
+    wanted: bool  # the layer's next forward reads codes, and nothing else of the weight
+    change_in_forward: bool  # a constant weight may have other codes in the next forward
+    recomputed: bool  # backward runs the layer's forward again
+    products: tuple[str, ...]  # with codes of their own: FPROP, shared by dgrad, or FPROP and DGRAD
+    agreed: dict[str, torch.Tensor]  # results of the agreement by product
     amax: torch.Tensor | None
     """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional, or [experts]."""
 

@@ -1,8 +1,7 @@
 """Triton kernels quantizing many matrices at once: groups of rows of one matrix, and weights of experts.
 
-For any number of matrices, one launch finds all amaxes and one casts to both layouts, moving groups of rows to their
-places, with codes of zero between the groups. Nothing waits for the device, and only the kernels read the bounds of the
-groups. Results equal `scaling` and `formats`, to the bit.
+One launch finds all amaxes and one casts to both layouts, moving groups of rows to their places, with codes of zero
+between the groups; only the kernels read the groups' bounds. Results equal `scaling` and `formats`, to the bit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on plain FP32 tensors.
 
-A twin of the stock optimizer steps FP32 copies of a weight, its gradient and its states. The results are rounded to
-their storage, with scales from their amaxes. At most `PART` elements are copied at a time, or one parameter if its step
-needs all of it; under FSDP2 it is gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are
-stepped in place.
-
-Random bits follow from a parameter's place in the optimizer, its count of steps and the element's index, as for Adam.
+A twin of the stock optimizer steps FP32 copies, at most `PART` elements at a time or one parameter if its step needs
+all of it, and the results are rounded to their storage, with scales from their amaxes. Under FSDP2 such a parameter is
+gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are stepped in place.
 """
 
 from __future__ import annotations
