@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .formats import FP32, Format, saturating_cast
-from .ranges import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, check_values
+from .formats import AMAX, COUNT, FP32, NOT_NEGATIVE, POSITIVE, Format, check_values, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 """Rows of a state: the tensors of a layer."""

@@ -16,8 +16,7 @@ import torch
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
-from ..formats.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
-from ..formats.ranges import FINITE, NOT_NEGATIVE
+from ..formats.formats import E4M3, E4M11, FINITE, FORMAT_OF, FP32, NOT_NEGATIVE, ROOT8, saturating_cast
 from ..formats.scaling import power_of_two_scale, scale_inv_of
 from ..kernels import cpu_casts
 from ..kernels.adam import Slot, is_finite
