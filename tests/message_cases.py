@@ -9,12 +9,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from torch.nn.functional import pad
 
-from fp8_backends.kernels import messages
-from fp8_backends.kernels.layouts import BLOCK, Part
+from fp8_backends.formats.formats import E4M3, saturating_cast
+from fp8_backends.formats.scaling import power_of_two_scale
+from fp8_backends.kernels.layouts import BLOCK, Part, columns_of, exponents_of, scales_of
 
-PASSES = ("pack", "encode", "reduce", "reduce_values", "unpack", "decode", "dequantize")
-reference = SimpleNamespace(**{name: getattr(messages, name).__wrapped__ for name in PASSES})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 2.0**-126, 3.4e38, -225.0, 464.0)
 
@@ -61,6 +61,63 @@ def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | Non
     finite = its_scale_inv.isfinite().repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
     codes, wanted = codes.view(torch.uint8), wanted.view(torch.uint8)
     return same(scale_inv, its_scale_inv) and bool(((codes == wanted) | ~finite).all())
+
+
+def values_of(messages: torch.Tensor) -> torch.Tensor:
+    """The values of messages: FP32 [rows, columns]."""
+    codes, scale_inv = _decode(messages)
+    return codes.float() * scale_inv.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+
+
+def _sum(received: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
+    contributions = list(values_of(received)[:, : own.shape[0]].unbind(0))
+    contributions[rank] = own.float()
+    return torch.stack(contributions).sum(0)
+
+
+def _decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = columns_of(messages)
+    return messages[:, :columns].contiguous().view(E4M3.dtype), scales_of(messages[:, columns:])
+
+
+def _encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
+    blocks = pad(rows.float(), (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+    amax = blocks.abs().amax(-1)
+    scale = power_of_two_scale(amax, E4M3)
+    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(len(rows), -1)[:, : rows.shape[1]]
+    return torch.cat([codes.view(torch.uint8), exponents_of(scale, amax)], 1)
+
+
+def _pack(parts: list[Part], rows: int, columns: int, rank: int, rounded: bool = False):
+    values = torch.zeros(rows * columns, device=parts[0].values.device)
+    for part in parts:
+        factor = 1 if part.scale_inv is None else part.scale_inv
+        values[part.start : part.start + len(part.values)] = part.values.float() * factor
+    values = values.view(rows, columns)
+    messages = _encode(values)
+    return messages, (values_of(messages) if rounded else values)[rank].clone()
+
+
+def _unpack(messages: torch.Tensor, parts: list[Part]) -> None:
+    values = values_of(messages).view(-1)
+    for part in parts:
+        part.values.copy_(values[part.start : part.start + len(part.values)])
+
+
+def _reduce_values(received, own, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:
+    return out.copy_(_sum(received, own, rank) / divisor * factor)
+
+
+reference = SimpleNamespace(
+    pack=_pack,
+    encode=_encode,
+    reduce=lambda received, own, rank, divisor: _encode((_sum(received, own, rank) / divisor).unsqueeze(0)),
+    reduce_values=_reduce_values,
+    unpack=_unpack,
+    decode=_decode,
+    dequantize=lambda codes, scale_inv: codes.float() * scale_inv.repeat_interleave(BLOCK)[: codes.numel()],
+)
+"""The definition of each function of `kernels.messages`, over whole tensors."""
 
 
 def check_pack(passes, dtype: torch.dtype, rows: int, rank: int, rounded: bool) -> None:

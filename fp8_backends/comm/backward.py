@@ -4,11 +4,9 @@ DDP and FSDP2 decide about a reduction in forward: `no_sync` or `set_requires_gr
 `BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, to notice the first gradient, and queues a
 callback of autograd's engine for the end of the pass: on every rank, even if no relevant weight got a gradient.
 
-The agreement makes scaling states of a stateful rule (delayed, window) equal on all ranks. Each rank records the amaxes
-of its own data; with scales from these alone, ranks would cast the same weight to different codes. One all-reduce takes
-the maximum of every amax in the history and of the counters, and the minimum of every scale, as belongs to the largest
-amax. A NaN counts as inf: MAX does not see it. The whole state travels, not only the newest amax: microbatches without
-a reduction may have rolled it differently.
+Ranks with scales from their own amaxes would cast the same weight to different codes. One all-reduce makes the states
+of a stateful rule equal: the maximum of amaxes (NaN counts as inf) and counters, the minimum of scales. The whole state
+travels, as microbatches without a reduction may have rolled it differently.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,16 +29,6 @@ States = Callable[[], list[torch.Tensor]]
 """Return the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
 
 
-class Collective(Protocol):
-    """Joint work of the ranks in such a backward pass: the same collectives, in the same order, on all ranks."""
-
-    def finish(self, contributes: bool = True) -> None:
-        """Complete the work at the end of the pass. `contributes=False`: on a rank without inputs."""
-
-    def reset(self) -> None:
-        """Forget work in flight: the pass failed."""
-
-
 class BackwardPass(TemporaryHook):
     """Finish collectives at the end of each backward pass with a reduction: a forward hook of a wrapped model.
 
@@ -50,8 +38,9 @@ class BackwardPass(TemporaryHook):
 
     def __init__(self, travels: Callable[[nn.Module], bool]) -> None:
         self.travels = travels
-        self.collectives: list[Collective] = []
-        """In order of their ends."""
+        self.collectives: list[Any] = []
+        """Joint work of the ranks, in order of its ends: objects with `finish(contributes=True)`, False on a rank
+        without inputs, and `reset()` after a failed pass."""
         self._forget_pass()
         # not a decorator: importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
@@ -139,7 +128,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Agreement:
-    """Agree on scaling states in one group of ranks after the other: a `Collective`."""
+    """Agree on scaling states in one group of ranks after the other: one of the `collectives`."""
 
     def __init__(self, states: States, groups: Sequence[dist.ProcessGroup]) -> None:
         self.states, self.groups = states, groups

@@ -1,14 +1,9 @@
-"""Train FP8 models under `DistributedDataParallel`.
+"""Train FP8 models under `DistributedDataParallel` (docs/distributed.rst).
 
-    level O1 to O4   weights in scaled precision are on DDP's ignore list (`ignore`); `reducer.GradientReducer` reduces
-                     their gradients, and DDP those of all other parameters
-    level O0         DDP reduces all gradients; with gradient_comm="fp8" by a communication hook, in a two-shot
-                     all-reduce
-    O3 and O4        each rank owns the optimizer states of some weights (`SharedOut`), as in ZeRO-1
-    stateful rules   the ranks agree on scaling states after each backward pass with a reduction
-
-All of it has a process group of its own: collectives of a group must start in the same order on all ranks, and the
-order of DDP's depends on the arrival of gradients.
+At levels O1 to O4, weights in scaled precision are on DDP's ignore list (`ignore`), and `reducer.GradientReducer`
+reduces their gradients; at O3 and O4 each rank owns the optimizer states of some (`SharedOut`). At O0, DDP reduces all
+gradients, with gradient_comm="fp8" by a communication hook. FP8 traffic has a process group of its own: collectives of
+a group must start in the same order on all ranks, and DDP's order depends on the arrival of gradients.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """Average gradients over the ranks in buckets, while backward still runs.
 
 `GradientReducer` serves scaled weights. A bucket leaves when its gradients are complete and the buckets before it have
-left, so the order of collectives is the same on all ranks. With buckets 0, 1 and 2 the wire carries (first and second
-shot of the two-shot all-reduce):
+left, so the order of collectives is the same on all ranks: first 0, first 1, second 0, first 2, second 1, second 2 (the
+shots of the all-reduce), and the use of each weight. A gradient is read once, into the message, and dropped; its
+average arrives at the end of backward, or with gradient release when the second bucket after it has left.
 
-    first 0, first 1, second 0, first 2, second 1, second 2, the use of each weight
-
-A gradient stays where backward has put it until its bucket leaves. Then it is read once, into the message, and dropped.
-The average takes its place when backward ends; or, if an optimizer steps inside backward (gradient release), when the
-second bucket after it has left. Tensors start at multiples of the collective's block, so each has its own scales.
-
-`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP fills them in the same order on all
-ranks, and with the last one the hook awaits all. It reads and writes gradients inside the bucket. DDP rebuilds its
-buckets after the first backward pass, also in a resumed run. To keep a resumed run equal to an unbroken one to the bit,
-an average must not depend on a gradient's place in a bucket: each gradient starts at a multiple of the collective's
-block, and every contribution is rounded, whichever rank sums it.
+`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0; DDP fills them in the same order on all
+ranks. DDP rebuilds its buckets after the first backward pass, also in a resumed run, and an average must not depend on
+a gradient's place: each starts at a multiple of the collective's block, and every contribution is rounded.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SharedBackwards:
-    """Count backward passes with a reduction: a `backward.Collective` without a message."""
+    """Count backward passes with a reduction: one of the `collectives`, without a message."""
 
     def __init__(self) -> None:
         self.count = 0

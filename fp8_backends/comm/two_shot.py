@@ -4,17 +4,9 @@
                                                                                                        │
              the whole sum, the same bytes on every rank  ◄──────────────all-gather────────────────────┘
 
-No value is ever added in FP8. A ring of FP8 additions rounds N times and must leave room for the sum (FP8-LM's
-1/sqrt(N), arXiv:2310.18313): 0.12 to 0.30 relative L2 error at 32 ranks. The two-shot form rounds each value once on
-its way to its owner and once on its way back, 0.026 each, for any N. The owner does not round its own contribution.
-
-Each block of `BLOCK` elements has a scale. E4M3 spans 2**18, and the rows of a gradient may differ by more, as in an
-embedding or a head: one scale for the tensor would flush half of it to zero. A scale is a power of two and travels as
-its exponent, one byte (E8M0): 129 bytes for 128 elements. A block with an inf or a NaN has the scale NaN, on every
-rank.
-
-Messages are bytes: gloo refuses float8, and NCCL need not know. `kernels/messages.py` packs and reads them,
-with one pass over memory for each arrow above.
+No value is added in FP8, and each is rounded twice for any N; the owner does not round its own contribution. (A ring
+rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A block of `BLOCK` elements has a scale, a
+power of two, as rows of a gradient may differ by more than E4M3's range; NaN for a block with an inf or a NaN.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Compute(ABC):
         return None
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
-        """Map (module, parameter name) to the codes for FSDP2 to gather, objects as `comm.gathers.Travelling` describes
+        """Map (module, parameter name) to the codes for FSDP2 to gather, objects as `comm.fsdp2.Travelling` describes
         them. Weights without an entry travel as they are stored."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Floating-point formats, and the cast into scaled ones.
+"""Floating-point formats, the cast into scaled ones, and ranges of numbers in a checkpoint.
 
 E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa bit for range and
 carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
 
 import torch
+
+from ..errors import FP8BackendError
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of weights, activations and results around FP8 products."""
@@ -94,3 +98,43 @@ def saturating_cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.
     """
     return values.clamp(-fmt.max, fmt.max).to(fmt.dtype, memory_format=torch.contiguous_format)
+
+
+# Ranges: numbers of a checkpoint that would break training are rejected
+
+
+class Range(NamedTuple):
+    """Allowed values of a stored number. No range includes NaN."""
+
+    words: str
+    least: float = -FP32.max
+    most: float = FP32.max
+    whole: bool = False
+
+
+FINITE = Range("finite in FP32")
+FINITE_IN_FP64 = Range("finite", -torch.finfo(torch.float64).max, torch.finfo(torch.float64).max)
+NOT_NEGATIVE = Range("finite and not negative", least=0.0)
+NOT_NEGATIVE_IN_FP64 = FINITE_IN_FP64._replace(words=NOT_NEGATIVE.words, least=0.0)
+POSITIVE = Range("finite and positive", least=2.0**-149)
+AMAX = Range("not negative", least=0.0, most=math.inf)
+"""An overflow leaves an amax of inf; every rule skips it."""
+COUNT = Range("whole and not negative", least=0.0, whole=True)
+
+
+def check_values(values: torch.Tensor | Real, allowed: Range, name: str, advice: str) -> None:
+    """Raise `FP8BackendError` for values out of range. Reads a tensor once.
+
+    Args:
+        values: a number, or a plain tensor of integers or of floating-point numbers of two bytes or more.
+        name: name of the values in the error.
+        advice: the way out, at the error's end.
+    """
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=torch.float64)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.numel():
+        for number in torch.stack(torch.aminmax(values.detach())).tolist():
+            if not allowed.least <= number <= allowed.most or (allowed.whole and number % 1):
+                raise FP8BackendError(f"{name} holds {number:.4g}, and must be {allowed.words}. {advice}")

@@ -1,31 +1,15 @@
-"""Choose scales: the scaling rules and their states.
+"""Choose scales: the rules of docs/recipes.rst and their states.
 
 A scale `s` (FP32) maps a tensor into the range of an FP8 format: `codes = saturate(round(x * s))`, and
 `x ≈ codes * scale_inv` with `scale_inv = 1 / s`.
 
-=========  =============================================================  ==============  =====
-rule       scale                                                          one scale per   state
-=========  =============================================================  ==============  =====
-dynamic    from the tensor's own amax (TransformerEngine: current)        tensor          none
-delayed    from the amaxes of earlier steps (TransformerEngine: delayed)  tensor          yes
-rowwise    from each row's own amax                                       row             none
-blockwise  a power of two, from each block's own amax                     1 x 128 values  none
-           (TransformerEngine: Float8BlockScaling)                        (w: 128 x 128)
-mxfp8      a power of two in eight bits, from each block's own amax       1 x 32 values   none
-           (TransformerEngine: MXFP8BlockScaling; OCP Microscaling)
-window     a power of two, from the tensor's own amax for 16 steps, then  tensor          yes
-           from the largest amax of the last 16 steps (MS-AMP)
-=========  =============================================================  ==============  =====
-
-Codes, scales and histories of TransformerEngine's rules equal its own to the bit, with one difference: a tensor, row or
-block with an inf gets the scale_inv NaN instead of a finite number (see `scale_inv_of`), with the same codes. A block
-of mxfp8 keeps TransformerEngine's number, 2**127: products with all but small values (below 1/224 for E4M3) then
-overflow to inf.
-(Compiled for a GPU, a scale from a division may differ in its last bit, as Inductor's division does, unless
+TransformerEngine's rules (delayed; dynamic, its current scaling; blockwise; mxfp8) equal its own to the bit, except for
+scales after an inf (`scale_inv_of`). mxfp8 keeps 2**127 there: products with all but small values overflow to inf.
+(Compiled for a GPU, a scale from a division may differ in its last bit, unless
 `torch._inductor.config.eager_numerics.division_rounding` is set. Powers of two are computed on bits, and exact.)
 
-The state of one layer is an int32 tensor of FP32 bits: wrappers such as FSDP1's `buffer_dtype` or DeepSpeed's bf16
-engine cast every floating-point buffer of a module, and a scale in bf16 is a wrong scale.
+A layer's state is an int32 tensor of FP32 bits: wrappers cast every floating-point buffer of a module, and a scale in
+bf16 is a wrong scale.
 """
 
 from __future__ import annotations
@@ -36,8 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .formats import FP32, Format, saturating_cast
-from .ranges import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, check_values
+from .formats import AMAX, COUNT, FP32, NOT_NEGATIVE, POSITIVE, Format, check_values, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 """Rows of a state: the tensors of a layer."""

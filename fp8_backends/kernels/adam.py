@@ -1,9 +1,8 @@
 """Step Adam over low-precision states in FP32, without full-precision copies of any state.
 
-A job may carry a record of its stored tensors: scales then follow from bounds of this step's amaxes, and one pass
-computes, rounds and writes the new values. On CPUs and NVIDIA GPUs one kernel does so for all parameters of a kind
-(`adam_table.py` with `adam_cpu.py` or `triton_adam.py`). Elsewhere, without a compiler, and for jobs without a record
-(a first pass then finds the amaxes), PyTorch operations run for each parameter. All give the same bits.
+With a record of a job's stored tensors, scales follow from bounds of this step's amaxes, and one kernel steps all
+parameters of a kind (`adam_table.py` with `adam_cpu.py` or `triton_adam.py`). Elsewhere, without a compiler or a record
+(a first pass then finds the amaxes), PyTorch operations step each parameter. All give the same bits.
 """
 
 from __future__ import annotations
@@ -18,17 +17,8 @@ from ..formats.formats import FORMAT_OF, FP32, ROOT8
 from ..formats.scaling import power_of_two_scale, scale_inv_of
 from . import adam_cpu, triton_gate
 from .adam_table import (
-    BETA2,
-    DECAY,
-    EPS,
     GRADIENT_LIMIT,
-    INV_SQRT_BIAS2,
-    NEW_IN_EXP_AVG,
-    NEW_IN_EXP_AVG_SQ,
     ROUNDINGS,
-    STEP,
-    STEP_SIZE,
-    WEIGHT_DECAY,
     AdamTable,
     Job,
     Kind,
@@ -147,7 +137,7 @@ class _Passes:
         data = job.weight.data
         size = _CPU_PART if data.device.type == "cpu" else _GPU_PART
         self.parts = [Part(*span, kind.block_size) for span in spans(data.numel(), kind.block_size, size)]
-        self.key = random_key(job.seed, job.hyper[STEP]) if kind.stochastic else None
+        self.key = random_key(job.seed, job.hyper[-1]) if kind.stochastic else None
 
     def run(self) -> None:
         (amax,) = self.write(self.amaxes())
@@ -226,7 +216,8 @@ class _Passes:
 
     def _new_values(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
-        hyper, kind = self.job.hyper, self.kind
+        kind = self.kind
+        step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = self.job.hyper.unbind()
         p, g, m, v = (part.decoded(slot) * part.blocks(inverse_of(slot), slot) for slot in self.slots)
         has_roots = kind.format(3) is ROOT8
         if has_roots:
@@ -235,14 +226,13 @@ class _Passes:
         if kind.maximize:
             g = -g
         if kind.decoupled:
-            p = p * hyper[DECAY]
+            p = p * decay
         else:
-            g = g + hyper[WEIGHT_DECAY] * p
-        m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
-        v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
+            g = g + weight_decay * p
+        m = m + n * (g - m)
+        v = v * beta2 + new_in_exp_avg_sq * g * g
         root = square_root(v)
-        denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
-        return p - hyper[STEP_SIZE] * m / denominator, m, root if has_roots else v
+        return p - step_size * m / (root * c + eps), m, root if has_roots else v
 
 
 def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:

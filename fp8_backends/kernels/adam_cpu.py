@@ -1,14 +1,8 @@
 """Run the Adam step on a CPU: `adam.cpp`, compiled for each kind of parameters at first use and cached as a library.
 
-Cached libraries are loaded as code, so they live in a folder that only this user can write (`make_own`), and a file's
-name ends in the SHA-256 of its content, verified before loading: damaged libraries are compiled again. Without such a
-folder, each process compiles in a temporary one.
-
-Threads and processes that start together compile once, guarded by a lock. Correctness does not depend on the lock, as
-libraries are renamed into place whole: without file locks, or after a timeout, several compile.
-
-The compiler is called directly: `torch.utils.cpp_extension.load` needs ninja, absent from PyTorch's requirements, and
-waits forever for the lock of a killed process.
+docs/security.rst states the conditions for a cached library. Correctness does not depend on the lock of compilations,
+as libraries are renamed into place whole. The compiler is called directly: `torch.utils.cpp_extension.load` needs
+ninja, absent from PyTorch's requirements, and waits forever for the lock of a killed process.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """Describe Adam steps: the job of each parameter, bounds of its results, and one table of all jobs of a kind.
 
-A step in one pass needs scales before its results are known. They follow from bounds: a parameter has a `record`, FP32
-[4], of max |x| of the stored weight, exp_avg and exp_avg_sq, and the largest quotient |exp_avg| / sqrt(exp_avg_sq) of
-an element, coded (`RATIO_BITS`). `new_bounds` takes the record, the gradient's amax G and the hyperparameters. With n =
-1 - beta1, the step size s, the root c of exp_avg_sq's bias correction, and primes for values after the step:
+A step in one pass needs scales before its results are known. They follow from bounds (`new_bounds`), of a `record`,
+FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and R, the largest |exp_avg| / sqrt(exp_avg_sq) of an
+element, coded (`RATIO_BITS`); of the gradient's amax G; and of the hyperparameters. With n = 1 - beta1, the step size
+s, the root c of exp_avg_sq's bias correction, and primes for values after the step:
 
 * |exp_avg'| <= (1 - n) |exp_avg| + n G, and exp_avg_sq' <= beta2 exp_avg_sq + (1 - beta2) G**2.
-* |weight'| <= decay |weight| + |update|, and |update| = s |exp_avg'| / (c sqrt(exp_avg_sq') + eps) is at most
-  s |exp_avg'| / eps, and at most s / c ((1 - n) / sqrt(beta2) R + n / sqrt(1 - beta2)), with R the largest quotient
-  before the step: exp_avg_sq' sums beta2 exp_avg_sq and (1 - beta2) g**2, so its root is at least the root of each, and
-  divides each part of exp_avg' by one of them. The smaller bound counts.
+* |weight'| <= decay |weight| + |update|. The update is at most s |exp_avg'| / eps, and at most
+  s / c ((1 - n) / sqrt(beta2) R + n / sqrt(1 - beta2)), as the root of exp_avg_sq' is at least that of each summand.
 
-This holds for any betas and states, such as another optimizer's checkpoint, as R is measured. (Exact states from zero
-have R <= n / sqrt((1 - beta2) (1 - beta1**2 / beta2)) by Cauchy and Schwarz, 7.3 with the usual betas; rounding may
-exceed it.) Data of exp_avg_sq below 2**-126, FP32's limit, count as 2**-126, and a stored root of 0 as 2**-63.5. Such
-an element is divided by little more than eps: if eps is below c times its counted root, the second bound grows by their
-ratio. `maximize` changes the sign of g. Coupled weight decay is part of g, in both moments. A gradient counted as zero
-leaves the first part. FP32 rounding errs by at most 2**-24 of its operands; `SLACK` of each is added.
+R is measured, so this holds for any betas and states. Data of exp_avg_sq below 2**-126, FP32's limit, count as
+2**-126, and a stored root of 0 as 2**-63.5: if eps is below c times this root, the second bound grows by their ratio.
+Coupled weight decay is part of g. FP32 rounding errs by at most 2**-24 of its operands; `SLACK` of each is added.
 """
 
 from __future__ import annotations
@@ -34,11 +29,6 @@ from .rounding import SEED_FACTOR, decoded
 from .triton_gate import on_device
 
 ROUNDINGS = ("stochastic", "nearest")
-
-HYPERS = 9
-"""Number of hyperparameters, in the order of `adam_numbers`:"""
-STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = range(5)
-NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(5, HYPERS)
 
 GRADIENT_LIMIT = 2.0**63
 """A larger element of a gradient counts as zero, to keep squares finite in FP32."""
@@ -89,7 +79,7 @@ class Job(NamedTuple):
     exp_avg: Slot
     exp_avg_sq: Slot
     hyper: torch.Tensor
-    """FP32 [HYPERS], from `adam_hyper`."""
+    """FP32 [9], from `adam_hyper`."""
     decoupled: bool
     """True for AdamW's weight decay."""
     maximize: bool
@@ -281,14 +271,14 @@ def exact_update(
 
 
 def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
-    """Return `adam_hypers` of one step count, [HYPERS]."""
+    """Return `adam_hypers` of one step count, [9]."""
     return adam_hypers(group_lr, betas, eps, weight_decay, [step], device)[0]
 
 
 def adam_hypers(
     group_lr, betas, eps: float, weight_decay: float, steps: Sequence[torch.Tensor], device
 ) -> torch.Tensor:
-    """Return `adam_numbers` of each step count as FP32 on `device`, [len(steps), HYPERS].
+    """Return `adam_numbers` of each step count as FP32 on `device`, [len(steps), 9].
 
     Args:
         group_lr, betas: floats or 0-dim tensors.

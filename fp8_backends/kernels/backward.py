@@ -24,9 +24,9 @@ def cross_entropy(
         label_smoothing: share of a label spread over all words.
     """
     if usable(logits):
-        from . import triton_loss  # Triton takes a second to load
+        from . import triton_backward  # Triton takes a second to load
 
-        return triton_loss.cross_entropy(logits, labels, ignore_index, label_smoothing)
+        return triton_backward.cross_entropy(logits, labels, ignore_index, label_smoothing)
     counts = labels != ignore_index
     index = torch.where(counts, labels, torch.zeros_like(labels)).unsqueeze(1)
     on_label, on_all = 1.0 - label_smoothing, label_smoothing / logits.shape[1]
@@ -54,9 +54,9 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
     """
     readable = addend.dtype in _ADDENDS and addend.device == codes.device and addend.is_contiguous()
     if usable(codes) and codes.is_contiguous() and readable:
-        from . import triton_gradients  # Triton takes a second to load
+        from . import triton_backward  # Triton takes a second to load
 
-        return triton_gradients.accumulate(codes, scale_inv, addend)
+        return triton_backward.accumulate(codes, scale_inv, addend)
     return (codes.float() * scale_inv).add_(addend)
 
 
@@ -68,7 +68,7 @@ def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
         scale_inv: FP32, 0-dim.
     """
     if codes.dtype == E4M3.dtype and usable(codes) and codes.is_contiguous():
-        from . import triton_gradients  # as above
+        from . import triton_backward  # as above
 
-        return triton_gradients.norm(codes, scale_inv)
+        return triton_backward.norm(codes, scale_inv)
     return torch.linalg.vector_norm(codes.float()) * scale_inv.abs()

@@ -1,8 +1,7 @@
 """Cast to FP8 and back on a CPU, eagerly: the reference operations over parts that stay in cache, to the same bits.
 
-Whole-matrix chains of eager operations write an FP32 copy at each step, and page faults on large copies cost more than
-the arithmetic. Codes are decoded through FP16 by a shift, or in pairs through a table: five times faster than torch's
-E4M3 cast. Nothing here is traced: parts would multiply the graph's nodes, and some values are read on the host.
+Page faults on large FP32 copies cost more than the arithmetic. Codes are decoded through FP16 by a shift, or in pairs
+through a table: five times faster than torch's E4M3 cast. Nothing here is traced: some values are read on the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Round FP32 values to a format on their bits, with hashed random bits for stochastic rounding.
 
-Formats of eight bits are decoded and encoded with integer operations, vectorized on every CPU and available on GPUs
-without FP8 casts. `adam.cpp` and `triton_tiles.py` do the same, to the bit.
+Integer operations are vectorized on every CPU and available on GPUs without FP8 casts. `adam.cpp` and `triton_tiles.py`
+do the same, to the bit.
 """
 
 from __future__ import annotations

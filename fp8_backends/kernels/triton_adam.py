@@ -20,22 +20,13 @@ from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
 from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
 from .triton_gate import has_fp8_casts, on_device_of
 from .triton_tiles import (
-    BETA2,
     COLUMNS,
     COPY,
     COPY_INVERSE,
-    DECAY,
-    EPS,
     FINITE,
-    INV_SQRT_BIAS2,
-    NEW_IN_EXP_AVG,
-    NEW_IN_EXP_AVG_SQ,
     NUMEL,
     RECORD,
     SEED,
-    STEP,
-    STEP_SIZE,
-    WEIGHT_DECAY,
     grad_factor,
     hyper_of,
     inverse_of,
@@ -105,15 +96,16 @@ def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
     """Compute `adam_table.new_bounds`. record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for roots."""
     w, m, v = from_bits(record[0]), from_bits(record[1]), from_bits(record[2])
     ratio = from_bits(record[3] + _RATIO_BITS)
-    n, step_size, c, eps = hyper[NEW_IN_EXP_AVG], tl.abs(hyper[STEP_SIZE]), hyper[INV_SQRT_BIAS2], hyper[EPS]
+    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper
+    step_size = tl.abs(step_size)
     g = tl.where(grad_amax < _LIMIT, grad_amax, _LIMIT)
     if not KIND.decoupled:
-        g = g + tl.abs(hyper[WEIGHT_DECAY]) * w
+        g = g + tl.abs(weight_decay) * w
     kept, new = 1 - n + _SLACK, n + _SLACK
     m = kept * m + new * g
-    v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    of_exp_avg = tl.div_rn(kept, tl.sqrt_rn(hyper[BETA2])) * ratio
-    of_gradient = tl.div_rn(new, tl.sqrt_rn(hyper[NEW_IN_EXP_AVG_SQ]))
+    v = v * beta2 + new_in_exp_avg_sq * g * g
+    of_exp_avg = tl.div_rn(kept, tl.sqrt_rn(beta2)) * ratio
+    of_gradient = tl.div_rn(new, tl.sqrt_rn(new_in_exp_avg_sq))
     of_eps = tl.div_rn(step_size * m, eps)
     if KIND.blocked[3] and not KIND.has_roots:
         update = of_eps
@@ -123,7 +115,7 @@ def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
         of_quotient = tl.div_rn(step_size * (of_exp_avg + of_gradient), c) * above_eps
         update = tl.where(of_quotient < of_eps, of_quotient, of_eps)
     if KIND.decoupled:
-        w = w * tl.abs(hyper[DECAY])
+        w = w * tl.abs(decay)
     return (w + update * _UPDATE_SLACK) * (1 + _SLACK), m, v
 
 
@@ -150,7 +142,7 @@ def _bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr
 def _write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
-    key = mixed(mixed(hyper[STEP].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
+    key = mixed(mixed(hyper[8].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
     bounds, old, g_inv = bounds_ptr + index * 3, old_ptr + index * 3, grad_factor(row, KIND)
     if KIND.bounded:
         inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))

@@ -1,9 +1,8 @@
 """Triton kernels quantizing a matrix with a scale for each row or block, along either dimension.
 
-Products contract rows, so x.t() has other blocks and its own scales. A program's tile is whole in blocks along both
-dimensions and gives all four: codes and scales of x and of x.t(). For scales of whole rows, a first pass finds the
-maxima of rows and columns at once; without x.t(), one program sweeps twice over some rows, the second time from cache.
-Results equal `scaling.Blocks.quantize`, to the bit.
+A program's tile is whole in blocks along both dimensions and gives codes and scales of x and of x.t(). For scales of
+whole rows, a first pass finds the maxima of rows and columns at once; without x.t(), one program sweeps twice over some
+rows, the second time from cache. Results equal `scaling.Blocks.quantize`, to the bit.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Triton kernels quantizing many matrices at once: groups of rows of one matrix, and weights of experts.
 
-For any number of matrices, one launch finds all amaxes and one casts to both layouts, moving groups of rows to their
-places, with codes of zero between the groups. Nothing waits for the device, and only the kernels read the bounds of the
-groups. Results equal `scaling` and `formats`, to the bit.
+One launch finds all amaxes and one casts to both layouts, moving groups of rows to their places, with codes of zero
+between the groups; only the kernels read the groups' bounds. Results equal `scaling` and `formats`, to the bit.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -67,7 +64,7 @@ def quantize_groups(
         [groups], ignoring NaN, 0 for an empty group; None with `lines`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _quantize(_Matrices(x.unsqueeze(0), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines)
+    return _quantize(x.unsqueeze(0), groups, owners, sources, fmt, scale, rows, columns, lines)
 
 
 def quantize_experts(
@@ -86,51 +83,43 @@ def quantize_experts(
         transposed [experts, columns', rows'] and transposed_scale_inv [experts, columns'].
     """
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
-    return _quantize(_Matrices(weight, len(weight), _padded(weight.shape[1])), fmt, scale, rows, columns, lines)
-
-
-class _Matrices(NamedTuple):
-    x: torch.Tensor
-    """[matrices, rows, columns], contiguous in the last dimension."""
-    groups: int
-    places: int
-    """Of one matrix."""
-    owners: torch.Tensor | None = None
-    """As in `quantize_groups`; None: each matrix is a group, with rows in order."""
-    sources: torch.Tensor | None = None
+    return _quantize(weight, len(weight), None, None, fmt, scale, rows, columns, lines)
 
 
 def _padded(length: int) -> int:
     return ceil_div(length, BAND) * BAND
 
 
-def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
-    matrices, _, width = m.x.shape
-    padded, device = _padded(width), m.x.device
-    each = () if m.owners is not None else (matrices,)
+def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
+    """Quantize x [matrices, rows, columns], contiguous in the last dimension. Without owners, each matrix is a group,
+    with rows in order."""
+    places = _padded(x.shape[1]) if owners is None else len(owners)
+    matrices, _, width = x.shape
+    padded, device = _padded(width), x.device
+    each = () if owners is not None else (matrices,)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    codes = empty(*each, m.places, padded, dtype=fmt.dtype, wanted=rows)
-    scale_inv = empty(*each, m.places, wanted=rows)
-    transposed = empty(*each, padded, m.places, dtype=fmt.dtype, wanted=columns)
-    transposed_scale_inv = empty(m.groups, padded, wanted=columns)
-    row_scale = empty(*each, m.places, wanted=rows and lines)
-    shape = (m.groups, padded) if lines else (m.groups,)
+    codes = empty(*each, places, padded, dtype=fmt.dtype, wanted=rows)
+    scale_inv = empty(*each, places, wanted=rows)
+    transposed = empty(*each, padded, places, dtype=fmt.dtype, wanted=columns)
+    transposed_scale_inv = empty(groups, padded, wanted=columns)
+    row_scale = empty(*each, places, wanted=rows and lines)
+    shape = (groups, padded) if lines else (groups,)
     bits = torch.zeros(shape, dtype=torch.int32, device=device) if columns or not lines else None
-    matrix_stride = m.x.stride(0) if matrices > 1 else 0  # constant for tokens, to avoid recompiling
-    sizes = (*m.x.shape[1:], m.places, padded, matrix_stride, m.x.stride(1))
-    tiles = ceil_div(m.places, CAST_TILE.rows) * ceil_div(padded, CAST_TILE.columns)
-    of_columns = ceil_div(m.groups // matrices * padded, COLUMN_SCALES) if columns else 0
-    with triton_gate.on_device_of(m.x):
-        arguments = m.x, bits, row_scale, scale_inv, m.owners, m.sources, *sizes
-        _amax_kernel[(m.places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
+    matrix_stride = x.stride(0) if matrices > 1 else 0  # constant for tokens, to avoid recompiling
+    sizes = (*x.shape[1:], places, padded, matrix_stride, x.stride(1))
+    tiles = ceil_div(places, CAST_TILE.rows) * ceil_div(padded, CAST_TILE.columns)
+    of_columns = ceil_div(groups // matrices * padded, COLUMN_SCALES) if columns else 0
+    with triton_gate.on_device_of(x):
+        arguments = x, bits, row_scale, scale_inv, owners, sources, *sizes
+        _amax_kernel[(places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
         rows_out = None if codes is None else codes.view(torch.uint8), scale_inv
         columns_out = None if transposed is None else transposed.view(torch.uint8), transposed_scale_inv
         scales = bits, scale, 0 if scale is None else scale.stride(0), row_scale
-        arguments = m.x, *rows_out, *columns_out, *scales, m.owners, m.sources, *sizes, m.groups // matrices, tiles
-        _cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(m.x, fmt), **tiling(CAST_TILE))
+        arguments = x, *rows_out, *columns_out, *scales, owners, sources, *sizes, groups // matrices, tiles
+        _cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE))
     amax = None if lines else bits.view(torch.float32)
     return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
 

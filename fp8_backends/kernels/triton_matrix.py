@@ -1,9 +1,7 @@
 """Triton kernels quantizing a matrix with one scale, in both layouts of FP8 products, in one pass.
 
-Hopper's FP8 units contract along rows only, so products need codes and transposed codes. Eager PyTorch passes over the
-matrix six times (amax, multiply, clamp, cast, transpose, FP32 copies); here it is read once, twice for a scale from its
-own amax, and written as two bytes an element. Results equal `scaling` and `formats`, to the bit. Nothing waits for the
-device.
+Hopper's FP8 units contract along rows only, so products need codes and transposed codes. The matrix is read once, twice
+for a scale from its own amax. Results equal `scaling` and `formats`, to the bit. Nothing waits for the device.
 """
 
 from __future__ import annotations

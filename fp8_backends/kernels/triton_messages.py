@@ -1,11 +1,9 @@
 """Process messages on a GPU: one Triton kernel for each pass of `messages.py`, reading and writing every byte once.
 
-A program processes a tile of whole blocks, [TILE, BLOCK], of one part, located by a table (`tables`): all the host
-sends. Nothing waits for the device.
-
-Results equal `messages.py` on a CPU to the bit: true division, and ranks added in PyTorch's vector order, by sixteens,
-for up to 255 ranks. After the last whole vector of a row PyTorch adds more than three ranks in another order, so the
-FP32 sum may differ there in its last place.
+A program processes a tile of whole blocks, [TILE, BLOCK], of one part, located by a table (`tables`). Results equal
+`messages.py` on a CPU to the bit: true division, and ranks added in PyTorch's vector order, by sixteens, for up to 255
+ranks. After the last whole vector of a row PyTorch adds more than three ranks in another order, so the FP32 sum may
+differ there in its last place.
 """
 
 from __future__ import annotations

@@ -31,9 +31,6 @@ from .triton_common import (
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
 NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17))
-# Places in the hyperparameters, as in table.py
-STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
-NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 _ONE, _MOST_CODED = tl.constexpr(127 << 23), tl.constexpr(INF_BITS - RATIO_BITS)
 _HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
@@ -186,7 +183,7 @@ def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def hyper_of(row):
-    """Load the hyperparameters."""
+    """Load the hyperparameters, as `adam_numbers` orders them."""
     at = tl.load(row + HYPER).to(tl.pointer_type(tl.float32))
     first = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     return first + (tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8))
@@ -240,6 +237,7 @@ def _values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLO
 @triton.jit
 def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
     """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
+    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper
     if KIND.split:
         code, residual = load(pointers[0] + at, inside, 0, FULL), load(pointers[4] + at, inside, 0, FULL)
         w = decoded_pair(code, residual) * inverses[0]
@@ -254,14 +252,13 @@ def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.const
     if KIND.maximize:
         g = -g
     if KIND.decoupled:
-        w = w * hyper[DECAY]
+        w = w * decay
     else:
-        g = g + hyper[WEIGHT_DECAY] * w
-    m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
-    v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
+        g = g + weight_decay * w
+    m = m + n * (g - m)
+    v = v * beta2 + new_in_exp_avg_sq * g * g
     root = tl.sqrt_rn(v)
-    denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
-    w = w - tl.div_rn(hyper[STEP_SIZE] * m, denominator)
+    w = w - tl.div_rn(step_size * m, root * c + eps)
     if KIND.has_roots:
         return w, m, root
     else:

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from ..comm import ddp, fsdp2, weight_codes
+from ..comm import ddp, fsdp2
 from ..convert import fused_head
 from ..convert.conversion import Prepared, prepared_roots
 from ..recipes.handlers import Recipe
@@ -33,10 +33,10 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
-        travelling: dict[weight_codes.Place, weight_codes.Travelling] = {}
+        travelling: dict[fsdp2.Place, fsdp2.Travelling] = {}
         for _, root, prepared in roots:
             travelling |= prepared.compute.travelling(root, prepared.recipe)
-        weight_codes.connect(model, travelling)
+        fsdp2.connect_weights(model, travelling)
     elif fsdp2.tensor_parallel_ranks(model) > 1:
         fsdp2.agree(model, ScalingBuffers(roots))
         levels.expect_equal_gradients(model)

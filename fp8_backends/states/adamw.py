@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adam import adam
 
-from ..formats.ranges import NOT_NEGATIVE, Range
+from ..formats.formats import NOT_NEGATIVE, Range
 from ..kernels.adam import AdamSteps, Job, Slot, adam_hyper, adam_hypers, has_kernels
 from ..kernels.adam_table import LEAST_ROOT, exact_update, measured
 from ..tensors.scaled_tensor import ScaledTensor, stored_parts

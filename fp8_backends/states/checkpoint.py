@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..errors import FP8BackendError
-from ..formats.formats import FORMAT_OF
-from ..formats.ranges import (
+from ..formats.formats import (
     COUNT,
     FINITE,
     FINITE_IN_FP64,
+    FORMAT_OF,
     NOT_NEGATIVE,
     NOT_NEGATIVE_IN_FP64,
     POSITIVE,

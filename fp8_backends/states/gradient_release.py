@@ -1,14 +1,8 @@
-"""Gradient release: an optimizer steps a parameter inside backward, and drops its gradient there.
+"""Gradient release: an optimizer steps a parameter inside backward, and drops its gradient there (docs/levels.rst).
 
-`GradientRelease` is a post-accumulate-grad hook of each parameter. A gradient waits in `.grad` until `PENDING` elements
-have come, or backward ends; then these parameters are stepped together. Memory holds at most `PENDING` elements and one
-more gradient. Each step equals the usual one to the bit: it depends only on its parameter, the options of its group and
-the parameter's place in the optimizer.
-
-A `DroppedGradient` stays in `.grad` until `zero_grad()`, and raises if code reads, clips or accumulates it.
-
-The loop still calls `optimizer.step()`. It steps the remaining gradients, sends weights from their owners to all ranks,
-and runs schedulers and step hooks.
+`GradientRelease` is a post-accumulate-grad hook of each parameter. Each step equals the usual one to the bit, as it
+depends only on its parameter, its group's options and its place in the optimizer. `optimizer.step()` steps the
+remaining gradients, sends weights from their owners to all ranks, and runs schedulers and step hooks.
 
 A gradient that ranks share is taken once it is averaged. FSDP2 calls the hooks of its shards after its reduce-scatter.
 Under DDP the reducer of scaled weights calls `take`; parameters reduced by DDP itself get no hook, which would run too

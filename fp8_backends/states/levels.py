@@ -1,15 +1,4 @@
-"""Levels: the storage of converted layers' weights, their gradients and optimizer states. O1 to O3 are MS-AMP's.
-
-=====  ==============  =============  ===============  =======================
-level  weight          master         weight gradient  Adam states
-=====  ==============  =============  ===============  =======================
-O1     scaled FP16     (the weight)   scaled E4M3      FP32, FP32
-O2     scaled FP16     (the weight)   scaled E4M3      scaled E4M3, FP16
-O3     scaled E4M3     scaled FP16    scaled E4M3      scaled E4M3, FP16
-O4     scaled E4M3     residual INT8  scaled E4M3      E4M3, ROOT8, in blocks
-=====  ==============  =============  ===============  =======================
-
-At O4, weight and residual are one 16-bit number in two planes (`formats.E4M11`).
+"""Levels: the storage of converted layers' weights, their gradients and optimizer states (docs/levels.rst).
 
 A weight changes inside its Parameter object. A complete gradient becomes E4M3 at once, so that at most one is held in
 high precision. While microbatches accumulate, a gradient is FP32 and rounds once at the end.

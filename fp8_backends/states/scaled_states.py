@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FP8BackendError
-from ..formats.formats import FORMAT_OF
-from ..formats.ranges import Range
+from ..formats.formats import FORMAT_OF, Range
 from ..kernels.adam import Slot
 from ..tensors.scaled_tensor import ScaledTensor, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, with_local

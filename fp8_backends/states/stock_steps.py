@@ -1,11 +1,8 @@
 """SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on plain FP32 tensors.
 
-A twin of the stock optimizer steps FP32 copies of a weight, its gradient and its states. The results are rounded to
-their storage, with scales from their amaxes. At most `PART` elements are copied at a time, or one parameter if its step
-needs all of it; under FSDP2 it is gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are
-stepped in place.
-
-Random bits follow from a parameter's place in the optimizer, its count of steps and the element's index, as for Adam.
+A twin of the stock optimizer steps FP32 copies, at most `PART` elements at a time or one parameter if its step needs
+all of it, and the results are rounded to their storage, with scales from their amaxes. Under FSDP2 such a parameter is
+gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are stepped in place.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ import torch
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
-from ..formats.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
-from ..formats.ranges import FINITE, NOT_NEGATIVE
+from ..formats.formats import E4M3, E4M11, FINITE, FORMAT_OF, FP32, NOT_NEGATIVE, ROOT8, saturating_cast
 from ..formats.scaling import power_of_two_scale, scale_inv_of
 from ..kernels import cpu_casts
 from ..kernels.adam import Slot, is_finite

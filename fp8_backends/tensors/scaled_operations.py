@@ -1,12 +1,9 @@
 """PyTorch operations on a `ScaledTensor`.
 
-- Functions read its exact values. If one of several ranks owns these, products and lookups read the FP8 values, and any
-  other function raises.
-- View operations return views of the storage.
-- Operations in place change the storage, through any view of it. The operation runs on FP32 values of the whole. A
-  weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, such as in
-  an average of weights, and stores them rounded. A gradient takes them as its data.
-- `copy_` and other writes of all values store them rounded at once.
+Functions read its exact values; if one of several ranks owns these, products and lookups read the FP8 values, and any
+other function raises. Views are views of the storage. Operations in place run on FP32 values of the whole: a weight
+keeps these (`ScaledStorage.edited`) until the optimizer's next step, and stores them rounded; a gradient takes them as
+its data. `copy_` and other writes of all values store them rounded at once.
 
 The implementations registered below work on data and scale directly, or do not compute values.
 """

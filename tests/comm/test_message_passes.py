@@ -6,15 +6,14 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.kernels import cpu_messages as message_chunks
 from fp8_backends.kernels import messages
 from fp8_backends.kernels.layouts import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(message_chunks, "CHUNK", request.param)
-    return message_chunks
+    monkeypatch.setattr(messages, "CHUNK", request.param)
+    return messages
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -57,7 +56,7 @@ def test_every_code_is_decoded():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
-        result, expected = (passes.dequantize(codes, scale_inv) for passes in (message_chunks, cases.reference))
+        result, expected = (passes.dequantize(codes, scale_inv) for passes in (messages, cases.reference))
         ordinary = ~expected.isnan()  # NaN's code occurs beside the scale NaN only
         assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 
@@ -66,7 +65,7 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
     """What is as long as a bucket is made once, as a message or a result; everything else fits into chunks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(message_chunks, "CHUNK", 16 * BLOCK)
+    monkeypatch.setattr(messages, "CHUNK", 16 * BLOCK)
     numel, rows = 1024 * BLOCK, 2
 
     class Sizes(TorchDispatchMode):

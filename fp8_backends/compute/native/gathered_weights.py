@@ -39,7 +39,7 @@ from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows: a `comm.gathers.Travelling`, documented there. Codes and scales
+    """The codes of one layer's weight, sharded by rows: a `comm.fsdp2.Travelling`, documented there. Codes and scales
     have the weight's layout."""
 
     dimensions = 2

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
-from ...formats.formats import RECIPE_FORMATS
-from ...formats.ranges import AMAX, POSITIVE, check_values
+from ...formats.formats import AMAX, POSITIVE, RECIPE_FORMATS, check_values
 from ...formats.scaling import GRAD_OUTPUT, MX, SQUARES, VECTORS, WEIGHT, Quantized, scale_from_amax, tensor_amax
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import is_distributed, local_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ahead_of_time import compiled
 
-from fp8_backends.kernels import triton_gradients as kernels
+from fp8_backends.kernels import triton_backward as kernels
 
 
 @pytest.mark.parametrize("dtype, widest", [("*bf16", 128), ("*fp32", 128)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from ahead_of_time import compiled
 
-from fp8_backends.kernels import triton_loss
+from fp8_backends.kernels import triton_backward
 
 POINTERS = {"label_ptr": "*i64", "loss_ptr": "*fp32"}
 NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on_label": "fp32", "on_all": "fp32"}
@@ -16,9 +16,11 @@ NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_a_row(dtype, is_smooth, tmp_path):
     signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
-    block = triton_loss.SMOOTH_BLOCK if is_smooth else triton_loss.BLOCK
+    block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
-    code = compiled(triton_loss._cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_loss.WARPS)
+    code = compiled(
+        triton_backward._cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_backward.WARPS
+    )
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
-    assert 65_536 // (-(-code.registers // 8) * 8 * 32 * triton_loss.WARPS) >= 2, code.registers
+    assert 65_536 // (-(-code.registers // 8) * 8 * 32 * triton_backward.WARPS) >= 2, code.registers

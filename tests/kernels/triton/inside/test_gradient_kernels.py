@@ -7,7 +7,7 @@ import torch
 
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.kernels import backward as gradients
-from fp8_backends.kernels import triton_gradients
+from fp8_backends.kernels import triton_backward
 from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -63,14 +63,14 @@ def test_accumulated_gradients_equal_plain_operations(dtype, factor, monkeypatch
 
 
 @DTYPES
-@pytest.mark.parametrize("numel", [1, 5, triton_gradients.ADDED, 3 * triton_gradients.ADDED + 17])
+@pytest.mark.parametrize("numel", [1, 5, triton_backward.ADDED, 3 * triton_backward.ADDED + 17])
 def test_a_sum_equals_plain_operations(dtype, numel):
     codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)
     addend, scale_inv = values_of(dtype, 1, numel)[0], torch.tensor(0.3)
     assert torch.equal(gradients.accumulate(codes, scale_inv, addend), codes.float() * scale_inv + addend)
 
 
-@pytest.mark.parametrize("numel", [1, 100, triton_gradients.SQUARED, 5 * triton_gradients.SQUARED + 3])
+@pytest.mark.parametrize("numel", [1, 100, triton_backward.SQUARED, 5 * triton_backward.SQUARED + 3])
 @pytest.mark.parametrize("scale_inv", [0.25, -3.0, 1e-30])
 def test_a_norm_is_that_of_the_values(numel, scale_inv):
     codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
-from fp8_backends.kernels import triton_loss, triton_matrix, triton_messages
+from fp8_backends.kernels import triton_backward, triton_matrix, triton_messages
 
 ALMOST = 2**31 - 100
 """A number of elements to which nothing can be added."""
@@ -70,8 +70,8 @@ def test_places_in_messages(columns):
 def test_logits_of_any_strides_are_read_by_rows(monkeypatch):
     """A stride from word to word would be multiplied by the word's number: beyond 2**31 for logits of long texts."""
     seen = []
-    kernel = triton_loss._cross_entropy_kernel
-    monkeypatch.setattr(triton_loss, "_cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
+    kernel = triton_backward._cross_entropy_kernel
+    monkeypatch.setattr(triton_backward, "_cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
     logits = torch.randn(9, 4).t()
-    triton_loss.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), -100, 0.0)
+    triton_backward.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), -100, 0.0)
     assert seen == [(9, 1)] and "word_stride" not in kernel.arg_names

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fp8_backends.compute.head.deferred_logits import DeferredLogits
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.kernels import triton_loss
+from fp8_backends.kernels import triton_backward
 from fp8_backends.recipes.handlers import resolve
 
 IGNORED = -100
@@ -37,7 +37,7 @@ def in_pytorch(logits, labels, smoothing):
 def test_losses_and_gradients(words, dtype, smoothing):
     logits, labels = problem(5, words, dtype)
     losses, gradient = in_pytorch(logits, labels, smoothing)
-    found_losses, found = triton_loss.cross_entropy(logits.clone(), labels, IGNORED, smoothing, block=64)
+    found_losses, found = triton_backward.cross_entropy(logits.clone(), labels, IGNORED, smoothing, block=64)
     assert (found_losses.dtype, found.dtype) == (torch.float32, dtype)
     assert torch.allclose(found_losses.double(), losses, rtol=CLOSE, atol=CLOSE)
     assert found[labels == IGNORED].eq(0).all()
@@ -50,12 +50,12 @@ def test_the_logits_give_their_memory_unless_they_have_gaps():
     logits, labels = problem(5, 64, torch.float32)
     _, expected = in_pytorch(logits, labels, 0.0)
     wide = torch.cat([logits, logits], 1)
-    _, found = triton_loss.cross_entropy(wide[:, :64], labels, IGNORED, 0.0, block=64)
+    _, found = triton_backward.cross_entropy(wide[:, :64], labels, IGNORED, 0.0, block=64)
     assert torch.allclose(found.double(), expected, atol=CLOSE) and torch.equal(wide[:, :64], logits)
     turned = logits.t().contiguous().t()
-    _, found = triton_loss.cross_entropy(turned, labels, IGNORED, 0.0, block=64)
+    _, found = triton_backward.cross_entropy(turned, labels, IGNORED, 0.0, block=64)
     assert torch.allclose(found.double(), expected, atol=CLOSE) and torch.equal(turned, logits)
-    _, found = triton_loss.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
+    _, found = triton_backward.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
     assert found.data_ptr() == logits.data_ptr()
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_finite(planted):
     labels[:] = 5
     logits[0, 7], logits[1, 0] = planted, planted
     losses, gradient = in_pytorch(logits, labels, 0.0)
-    found_losses, found = triton_loss.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
+    found_losses, found = triton_backward.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
     assert torch.equal(found_losses.isfinite(), losses.isfinite())
     if planted == -torch.inf:
         assert torch.allclose(found.double(), gradient, atol=CLOSE)
@@ -75,7 +75,7 @@ def test_what_is_not_finite(planted):
 def test_a_label_that_is_no_word_makes_its_loss_nan():
     logits, labels = problem(3, 64, torch.float32)
     labels[:] = torch.tensor([64, -1, 3])
-    losses, _ = triton_loss.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
+    losses, _ = triton_backward.cross_entropy(logits, labels, IGNORED, 0.0, block=64)
     assert losses.isnan().tolist() == [True, True, False]
 
 
