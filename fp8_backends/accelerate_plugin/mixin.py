@@ -44,7 +44,7 @@ from ..recipes.handlers import Recipe
 from ..rules import Setup, preconditions
 from ..rules.validate import Finding, findings
 from ..states import levels, original
-from ..states.optimizers import unread_states, whole_states
+from ..states.checkpoint import unread_states, whole_states
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from ..watch import guard, monitor
 from . import checkpoints, engines

@@ -2,7 +2,7 @@
 
 from ..convert.quantized_layers import dequantize
 from ..convert.stored_weights import plain_weights
-from ..states.optimizers import whole_states
+from ..states.checkpoint import whole_states
 from .exporting import Export, export
 from .manifest import newest_checkpoint
 

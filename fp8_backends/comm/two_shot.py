@@ -55,10 +55,7 @@ class AllReduce:
     """
 
     def __init__(
-        self,
-        values: torch.Tensor | Sequence[Part],
-        group: dist.ProcessGroup | None = None,
-        rounded: bool = False,
+        self, values: torch.Tensor | Sequence[Part], group: dist.ProcessGroup | None = None, rounded: bool = False
     ):
         parts = [Part(values.detach().reshape(-1), 0)] if isinstance(values, torch.Tensor) else values
         self.group, self.numel = group, parts[-1].start + parts[-1].values.numel()
@@ -99,10 +96,7 @@ class AllReduce:
 
 
 def reduce_scatter(
-    rows: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    out: torch.Tensor | None = None,
-    factor: float = 1.0,
+    rows: torch.Tensor, group: dist.ProcessGroup | None = None, out: torch.Tensor | None = None, factor: float = 1.0
 ) -> torch.Tensor:
     """Return the sum of all contributions to this rank, times `factor`, [columns]. Contributions travel in E4M3; the
     FP32 sum is not rounded to E4M3 again.

@@ -256,8 +256,7 @@ def record_amax(record_ptr, amax, KEEP_NAN: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["partials"],
-    do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"],
+    do_not_specialize=["partials"], do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"]
 )
 def _cast_kernel(
     x_ptr,

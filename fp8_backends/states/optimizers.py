@@ -7,16 +7,13 @@ and now stores its states at a level (the table in `levels.py`). To add an optim
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
-from contextlib import AbstractContextManager
 
 import torch
 
 from ..errors import FP8BackendError
-from ..torch_tools.optimizers import check_is_optimizer, unwrapped
 from . import checkpoint
 from .adamw import ScaledAdam, ScaledAdamW
 from .levels import ROLES, StateRule
@@ -135,35 +132,3 @@ class _TrackedStep:
         optimizer = self.optimizer()
         optimizer._opt_called = True
         return self.converted.step(optimizer, *args, **kwargs)
-
-
-# Checkpoints of states shared out between ranks
-
-
-def whole_states(
-    optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True
-) -> AbstractContextManager[None]:
-    """Gather masters, residuals and optimizer states at levels O3 and O4 for as long as a checkpoint is written on
-    several ranks: inside, `state_dict()` of model and optimizer holds them bit-exactly.
-
-    All ranks enter and leave it. Optimizers without a level are left unchanged. Load a checkpoint without it: every
-    rank loads the whole, and keeps its own part.
-
-    Args:
-        receives: gather on this rank: up to 5 bytes an element on the CPU, and 12 more in the optimizer's
-            `state_dict()`. On other ranks `state_dict()` has placeholders on the meta device for this rank's scaled
-            states and for weights of other ranks, whose states are left out.
-        moments: False for weights only, 2 bytes an element at most.
-    """
-    check_is_optimizer(optimizer)
-    inner = unwrapped(optimizer)
-    is_scaled = isinstance(inner, ScaledStates)
-    return checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext()
-
-
-def unread_states(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Give placeholders from `state_dict()` while a checkpoint is loaded and states are shared out: some loaders read
-    its names and shapes."""
-    inner = unwrapped(optimizer)
-    is_scaled = isinstance(inner, ScaledStates)
-    return checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext()

@@ -183,11 +183,7 @@ def _variances(shape: torch.Size) -> dict[str, tuple[int, ...]]:
 
 class ScaledAdafactor(StockSteps, torch.optim.Adafactor):
     fp8_declared = Declaration(
-        torch.optim.Adafactor,
-        roles={},
-        ranges=_RATES,
-        elementwise=False,
-        exact_states=_variances,
+        torch.optim.Adafactor, roles={}, ranges=_RATES, elementwise=False, exact_states=_variances
     )
 
 
@@ -383,12 +379,7 @@ def _write_scale(slot: Slot, amax: torch.Tensor | None) -> None:
 
 
 def _write(
-    slot: Slot,
-    span: slice,
-    values: torch.Tensor,
-    amax: torch.Tensor | None,
-    role: str,
-    random: torch.Tensor | None,
+    slot: Slot, span: slice, values: torch.Tensor, amax: torch.Tensor | None, role: str, random: torch.Tensor | None
 ) -> None:
     """Store a part, scaled if there is an amax. random: an element's bits; None rounds to nearest."""
     fmt, above_zero = slot.format, role == "second_moment"
