@@ -206,9 +206,6 @@ def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf1
     return chip.advice._replace(backend=_TORCHAO.backend)
 
 
-# FP8 products by backend and chip
-
-
 def release(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
@@ -347,8 +344,6 @@ def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]
     products = [support._asdict() for support in supports(chip, cuda)]
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
-
-# As text
 
 SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 

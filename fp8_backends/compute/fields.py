@@ -123,9 +123,6 @@ class Field:
         return self.default_of_scaling.get(scaling, self.default)
 
 
-# Parsers
-
-
 def _takes(values: str) -> Callable:
     """Name a parser's values."""
 
@@ -226,9 +223,6 @@ def amax_algorithm(value: Any) -> str:
             "whose zeros, infs and NaNs go other ways"
         )
     return one_of("max", "most_recent")(value)
-
-
-# Words in errors
 
 
 def closest(word: str, words: Iterable[str]) -> str:

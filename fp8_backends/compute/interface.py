@@ -84,8 +84,6 @@ class Compute(ABC):
     def check(self, recipe: Recipe) -> None:
         """Raise `RecipeError` for a resolved recipe that no machine can honour. Reads no hardware."""
 
-    # Layers
-
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         """Return the reason to keep this layer in high precision, or None if it can run in FP8."""
         if linear.weight.dtype not in COMPUTE_DTYPES:
@@ -149,8 +147,6 @@ class Compute(ABC):
         """Return this backend's FP8 layers in `root` by their plain names."""
         return {plain_name(name): module for name, module in root.named_modules() if self.is_converted(module)}
 
-    # Products
-
     @abstractmethod
     def engine(self, module: nn.Module) -> str:
         """Name the engine for this layer's products on the weight's device: `scaled_mm`, `bf16-exact`, …"""
@@ -163,8 +159,6 @@ class Compute(ABC):
         """Count the FP8 products of a converted layer since it was prepared. None if layers do not count: then one
         profiled step proves them."""
         return None
-
-    # Weights and their FP8 codes
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         """Swap weights of the prepared root for a form of the backend's own, if the recipe asks for it. Levels store
@@ -201,8 +195,6 @@ class Compute(ABC):
                 [..., out_features].
         """
         return None
-
-    # Scaling rules that remember earlier steps
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         """Take note that an optimizer step has changed the weights of the prepared root."""

@@ -196,8 +196,6 @@ def exact_product(
         return (product.float() * a_scale_inv * b_scale_inv.t()).to(out_dtype)
 
 
-# Block scales in hardware
-
 _SCALED_MM = torch.ops.aten._scaled_mm_v2
 """The operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace."""
 

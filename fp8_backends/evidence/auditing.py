@@ -187,12 +187,6 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
     return {layer: kinds for layer, kinds in missing.items() if kinds}
 
 
-# Optimizers
-
-
-# Products and FLOPs
-
-
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
     """Return the FP8 products of each converted layer, by its own counter or from the last profiled step."""
     return {
@@ -292,9 +286,6 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
 
 def _joined(prefix: str, name: str) -> str:
     return plain_name(f"{prefix}.{name}".strip("."))
-
-
-# Bytes
 
 
 class _Weighed(NamedTuple):

@@ -157,9 +157,6 @@ class ProductProfile:
         return counts, compiled
 
 
-# The profiler
-
-
 class _Recording:
     """PyTorch's running profiler of this thread. Only the thread holds it, so that they end together.
 
@@ -276,9 +273,6 @@ class _Marks(TemporaryHook):
             ranges.pop().__exit__(None, None, None)
 
 
-# Events
-
-
 class _Event:
     """One operator, range or function of a profile, and the event around it."""
 
@@ -351,9 +345,6 @@ def _creators(events: list[_Event]) -> dict[tuple[int, int], int | None]:
         for event in events
         if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
     }
-
-
-# Compiled code
 
 
 class _Shape(NamedTuple):

@@ -58,9 +58,6 @@ _LISTS = ("['", '["', "('", '("')
 """Openings of a list written as text."""
 
 
-# Parsers
-
-
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     """Parse name patterns: one comma-separated string or a sequence of strings."""
     value = _list_of_text(value)
@@ -122,9 +119,6 @@ SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
 def mxfp8_scaling(value: Any) -> str | None:
     """Read `use_mxfp8_block_scaling` as a scaling rule, or None for False."""
     return "mxfp8" if flag(value) else None
-
-
-# The fields
 
 
 def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
@@ -342,9 +336,6 @@ REMOVED = {
 """Fields of earlier versions, and what replaces them."""
 
 
-# From names to fields
-
-
 def _by_suffix(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
     return {variable.suffix: (field, variable) for field in fields for variable in field.variables}
 
@@ -430,9 +421,6 @@ def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[s
         )
     names = sorted(names)
     return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has {', '.join(names)}")
-
-
-# Fields in words
 
 
 @functools.cache

@@ -60,8 +60,6 @@ Spec: TypeAlias = "str | Mapping[str, Any] | Recipe | TransformerEngineRecipe | 
 """A backend string, a dictionary `{"backend": …, field: value}`, a recipe; None picks for this machine. Handlers of
 Accelerate are valid, too; they have no types."""
 
-# Recipes
-
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 _MXFP8 = "use_mxfp8_block_scaling"
 
@@ -253,9 +251,6 @@ def settings_of(compute: str) -> dict[str, Field]:
     return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
 
 
-# From given fields to values
-
-
 class _ReadFields(NamedTuple):
     asked: BackendName
     """The backend as string and fields name it."""
@@ -343,9 +338,6 @@ def _refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> Reci
     return None
 
 
-# What users call
-
-
 def resolve(spec: Spec = None) -> FP8RecipeKwargs:
     """Return the recipe for `spec`, with every default filled in.
 
@@ -430,9 +422,6 @@ def _as_recipe(spec: Any) -> FP8RecipeKwargs:
             "fp8_backends or Accelerate, a dict, or a recipe of TransformerEngine"
         )
     return FP8RecipeKwargs(**fields_of_spec)
-
-
-# Differences between recipes
 
 
 def as_json(recipe: Recipe) -> dict[str, Any]:

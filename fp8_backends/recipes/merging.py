@@ -97,9 +97,6 @@ def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
     return None if None in refusals else refusals[0]
 
 
-# Code over launch
-
-
 LAUNCH = "fp8-backends launch"
 
 

@@ -27,9 +27,6 @@ from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field,
 PREFIX = "ACCELERATE_FP8_"
 
 
-# Files
-
-
 def read_file(path: str) -> dict[str, Any]:
     """Return the keys of a YAML file, or of a JSON file by its ending.
 
@@ -74,9 +71,6 @@ class _Loader(yaml.SafeLoader):
                 problem = shortened(f"the key {key.value!r} stands in a block twice")
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return node
-
-
-# Recipe objects
 
 
 def foreign_fields(spec: Any) -> dict[str, Any] | None:
@@ -131,9 +125,6 @@ _ACCELERATE_HANDLERS = {
     "AORecipeKwargs": "ao",
 }
 """Backend of each class."""
-
-
-# TransformerEngine's recipe objects
 
 
 _TE_RECIPES = {
@@ -192,8 +183,6 @@ def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
     except Exception:
         return otherwise
 
-
-# The environment
 
 LAUNCHED = "FP8_BACKENDS_RECIPE"
 """Variable by which `fp8-backends launch` passes the recipe to its workers, in place of `ACCELERATE_FP8_*`: JSON of the
@@ -293,9 +282,6 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
             f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
             '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
         ) from None
-
-
-# One source of several (`merging`)
 
 
 class Source(NamedTuple):

@@ -314,8 +314,6 @@ def _register() -> None:
         registry.register(NAME, _run)
 
 
-# The exchange of tokens in FP8
-
 _PARENT = "AllToAllEP"
 _EXCHANGES = (_PARENT, "AutoEP")
 """transformers' implementations with an exchange of tokens."""

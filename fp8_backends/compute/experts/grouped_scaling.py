@@ -220,9 +220,6 @@ def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
 
 
-# Kernels, and operators that run them in compiled code
-
-
 def _kernels():
     from ...kernels import triton_groups
 
@@ -290,9 +287,6 @@ def _from_list(parts: list[torch.Tensor], rows: bool, columns: bool, has_amax: b
     by_rows = parts[:2] if rows else (None, None)
     by_columns = parts[2 * rows : 2 * rows + 2] if columns else (None, None)
     return Layouts(*by_rows, *by_columns, parts[-1] if has_amax else None)
-
-
-# Block scales
 
 
 def quantize_groups_in_blocks(

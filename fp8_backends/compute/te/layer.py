@@ -75,9 +75,6 @@ class ModelState:
         self._updates_after, self._updates_forward = -1, False
 
 
-# Regions
-
-
 class Region:
     """TransformerEngine's autocast with the recipe of one model, around a forward.
 
@@ -216,8 +213,6 @@ def remember_scales(layers: list[nn.Module]) -> None:
         )
 
 
-# Products
-
 _PLACES = (
     (te_linear_module, "general_gemm"),
     (te_grouped_linear_module, "general_grouped_gemm"),
@@ -288,9 +283,6 @@ def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
     _running.task = torch._C._current_graph_task_id()
 
 
-# Layers
-
-
 class TELayer:
     """Mixed into a class of TransformerEngine: correct outside of an FP8 region, and recomputed by plain
     `torch.utils.checkpoint`.
@@ -305,8 +297,6 @@ class TELayer:
     # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
-
-    # forward
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """Multiply the rows of x, in the region of the root's forward or in one for this layer.
@@ -354,8 +344,6 @@ class TELayer:
     def _multiply(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """Call TransformerEngine's own forward, inside a region."""
         raise NotImplementedError
-
-    # scaling state
 
     def ensure_state(self) -> None:
         """Create the layer's delayed scaling state inside a region, unless TransformerEngine has done so."""
@@ -420,8 +408,6 @@ class TELayer:
             live = self.delayed_state(direction)
             live.scale.copy_(state[f"{direction}_scale"])
             live.amax_history.copy_(state[f"{direction}_amax_history"])
-
-    # copies
 
     def _fresh(self) -> dict[str, Any]:
         """Return the attributes of a layer that has not run: ours, and TransformerEngine's except for the constructor's

@@ -72,8 +72,6 @@ class TEProducts(TELayer, te.Linear):
             return self.weight
         return weights.transposed(self.weight) if is_frozen else self.weight.t()
 
-    # forward
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
@@ -106,8 +104,6 @@ class TEProducts(TELayer, te.Linear):
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
             return te.Linear.forward(self, x)
-
-    # the other duties of a module
 
     @property
     def is_fsdp2(self) -> bool:

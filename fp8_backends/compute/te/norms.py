@@ -58,9 +58,6 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     return Norm(module, carrier, None)
 
 
-# recognition
-
-
 def _is_norm(module: nn.Module) -> bool:
     """Return True for LayerNorm, RMSNorm, or a leaf called a norm, except PyTorch's others (of batches, groups, …)."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -135,9 +132,6 @@ def _formula(
     y = x * (x.square().mean(dimensions, keepdim=True) + eps).rsqrt()
     y = y * (1 + weight if formula == CENTERED else weight)
     return y if bias is None else y + bias
-
-
-# swapping
 
 
 def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:

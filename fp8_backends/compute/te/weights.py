@@ -128,9 +128,6 @@ class Differentiable(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, *[None] * len(gradients)
 
 
-# Frozen FP8 weights
-
-
 def is_frozen(weight: torch.Tensor) -> bool:
     """Return True for a frozen FP8 weight, one of TransformerEngine's tensors."""
     return isinstance(weight, QuantizedTensor)

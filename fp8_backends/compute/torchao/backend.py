@@ -237,8 +237,6 @@ def _products_are_emulated() -> bool:
     return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`
 
 
-# `torch._scaled_mm` for CPUs on which PyTorch's own is of no use
-
 _lock = threading.Lock()
 
 

@@ -108,9 +108,6 @@ def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
     return tuple(kind for kind, cast in casts if cast.scaling_type.value == "disabled")
 
 
-# Weights that FSDP2 gathers in FP8
-
-
 class AOWeight(WeightWithDynamicFloat8CastTensor):
     """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks.
 
