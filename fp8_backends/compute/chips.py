@@ -1,9 +1,8 @@
 """All facts about chips: the backends that multiply FP8 matrices on each, and the precision to train in.
 
-Nothing here asks the machine; `hardware` finds its chip in this table. Sources: for TransformerEngine its own rules
-(`is_fp8_available` and so on, version 2.20); for TorchAO and native the operands of `torch._scaled_mm` and
-`torch.nn.functional.scaled_mm`; for the advice the vendors' tables of matrix instructions, and for Ada reports of FP8
-without speed (TransformerEngine issue 972, torchtitan issue 548).
+Sources: TransformerEngine's own rules (`is_fp8_available` and so on, version 2.20); the operands of `torch._scaled_mm`
+and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions, and for Ada reports of FP8 without
+speed (TransformerEngine issue 972, torchtitan issue 548).
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Declare a field of a recipe: its values, its default, and the rules and levels that read it.
-
-The declaration gives flags of `fp8-backends launch`, variables `ACCELERATE_FP8_*`, keys of a YAML file, NeMo's and
-Megatron's names, and the table in the documentation. This package's own fields are in `recipes.fields`; a backend may
-declare more.
-"""
+"""Declare a field of a recipe: its values, its default, and the rules and levels that read it. This package's own
+fields are in `recipes.fields`; a backend may declare more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Frozen FP8 weights (`fp8_params`): untrained weights stored in FP8 in the model's own Parameters.
-
-The common part of `te` and `native`: the refusals, and the swap in and out. Each stores them in its own tensor.
+"""Frozen FP8 weights (`fp8_params`) in `te` and `native`: the refusals, and the swap in and out.
 
 A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer that
 rounds to nearest would lose nearly all of them. The levels from O3 on train FP8 weights.

@@ -1,8 +1,6 @@
-"""The base class of all backends, `Compute`.
+"""The base class of all backends, `Compute` (docs/extending.rst).
 
-A backend converts a single `nn.Linear`. Walking a model, choosing layers, and keeping Parameters, hooks and ties alive
-is done once for all backends (`training.conversion`). Four methods are abstract; the others do nothing until a backend
-overrides them.
+A backend converts a single `nn.Linear`; `convert.conversion` walks a model, and keeps Parameters, hooks and ties alive.
 """
 
 from __future__ import annotations

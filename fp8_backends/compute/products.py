@@ -1,20 +1,11 @@
 """The functions behind every FP8 product, and their engines.
 
-All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]. Hopper's FP8 units take only
-row-major operands, so that the contraction runs along contiguous memory; other engines take views as well.
+All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]: the contraction runs along
+contiguous memory, as Hopper's FP8 units need it. A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them),
+never two E5M2 operands, and a bf16 output with scales per row. Every device keeps the last two rules.
 
-    fprop   y  [tokens, out] = x  [tokens, in]  @ (w [out, in]).T
-    dgrad   dx [tokens, in]  = dy [tokens, out] @ (w.T [in, out]).T
-    wgrad   dw [out, in]     = dy.T [out, tokens] @ (x.T [in, tokens]).T
-
-A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them), never two E5M2 operands, and a bf16 output with
-scales per row. Every device keeps the last two rules: code that passes on a laptop is valid on a GPU.
-
-Block scales are powers of two along the contraction. TransformerEngine adds the parts of the contraction in FP32,
-`y = y + (a.codes @ b.codes.T of the part) * a.scale_inv * b.scale_inv`. Multiplied into the codes first, such scales
-round nothing, and one matrix product adds up the same products of pairs. Engines without block scales do so, hence all
-engines agree up to the order of the FP32 sums and one rounding to the result's dtype. In bf16, which ends at 2**-133,
-this holds for blocks with a largest value of at least 2**-115 (E5M2 reaches further below its maximum: 2**-101).
+Engines without block scales multiply these powers of two into the codes, which rounds nothing in FP32, and in bf16 for
+blocks with a largest value of at least 2**-115: all engines agree up to the order of the FP32 sums, and one rounding.
 """
 
 from __future__ import annotations

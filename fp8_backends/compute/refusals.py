@@ -1,12 +1,8 @@
 """Refuse uses of FP8 layers that would give wrong numbers: derivatives, and layers cut over ranks after `prepare`.
 
-An FP8 product's backward has no derivative, nor has an FP8 layer inside the transforms of `torch.func`. Gradients are
-rounded to FP8 on the way, and PyTorch would take backward's weight and input for constants: a second derivative would
-silently lack their terms.
-
-Tensor parallelism (PyTorch's `parallelize_module`, transformers' `tp_plan`) comes before `prepare`: scales, states,
-stored weights and the optimizer belong to the whole weight. Parts of a later cut would get other codes, and the
-optimizer would keep Parameters that left the model.
+Gradients are rounded to FP8 on the way, and PyTorch would take backward's weight and input for constants: a second
+derivative would silently lack their terms. Tensor parallelism comes before `prepare`: parts of a later cut would get
+other codes, and the optimizer would keep Parameters that left the model.
 """
 
 from __future__ import annotations

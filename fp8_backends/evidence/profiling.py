@@ -1,15 +1,9 @@
 """Count FP8 products with PyTorch's profiler, for backends without counters.
 
-Each converted layer's forward is marked with a `record_function` range. A product `aten::_scaled_mm` inside a range
-is a forward product of that layer (a recomputed one if the range began inside a backward pass). A product inside a
-backward function belongs to the layer whose forward created the function: the profiler gives both the same sequence
-number. A backward function computes the input gradient first, then the weight gradient.
-
-Compiled code has neither ranges nor such functions. Its products are told apart by their shapes, and layers of the same
-shape share the counts for it.
-
-The profiler is `torch.autograd.profiler_legacy`, one for each thread; autograd's threads add to the profiler of the
-thread whose backward they run. Kineto is one for the process, and crashes if two threads start it.
+A product inside the range of a layer's forward is an fprop (recomputed, if the range began in a backward). A product in
+a backward function belongs to the layer whose forward created the function, by autograd's sequence number; dgrad comes
+before wgrad. Products of compiled code are told apart by their shapes. The profiler is
+`torch.autograd.profiler_legacy`, one for each thread: Kineto, one for the process, crashes if two threads start it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prove at the first optimizer step that FP8 ran.
 
-Backends with counters report their products. For others (`ao`), a profile of the first training step counts them, from
-the first forward with gradients to the optimizer step. If any of it is compiled, or another profiler is active or
-announced (`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step. An exception restarts
-the step.
+Backends with counters report their products. For others (`ao`), a profile of the first training step counts them. If
+any of it is compiled, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled, from
+optimizer step to optimizer step.
 """
 
 from __future__ import annotations

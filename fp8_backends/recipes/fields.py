@@ -1,8 +1,5 @@
-"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring.
-
-The handlers in `recipes.handlers` inherit these fields. Names and defaults are Accelerate's where its FP8 handlers have
-the field. None means "not given": the recipe fills in the default.
-"""
+"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring. Names and defaults
+are Accelerate's where its FP8 handlers have the field. None means "not given"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Recipe handlers, and `resolve`, which turns a backend string or any recipe object into one.
 
-    COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
-
 A recipe checks itself when it is created: it refuses a field that its backend or scaling rule does not read. The
 launcher, `Accelerator` and `prepare` check later that the backend can run on the machine.
 """

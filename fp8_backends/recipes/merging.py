@@ -1,7 +1,7 @@
 """Merge one recipe from several places: code, flags, a YAML file, the environment.
 
-Field by field the stronger place wins. The chosen backend must read a field from a weaker place, too: if it does not, a
-default that the place fills in counts as not given, and any other value is an error.
+The stronger place wins, field by field. A field from a weaker place that the chosen backend does not read is an error,
+unless it is a default that the place fills in.
 """
 
 from __future__ import annotations

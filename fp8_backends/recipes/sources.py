@@ -1,9 +1,6 @@
-"""Read recipes from other places as fields of `FP8RecipeKwargs`.
-
-Sources: Accelerate's handlers and configuration files, the environment that Accelerate's launcher or ours makes,
-TransformerEngine's recipe objects, and the arguments of NeMo and Megatron. Objects are recognized by class name; no
-library is imported.
-"""
+"""Read recipes from other places as fields of `FP8RecipeKwargs`: Accelerate's handlers, files and environment,
+TransformerEngine's recipe objects, arguments of NeMo and Megatron. Objects are recognized by class name; no library is
+imported."""
 
 from __future__ import annotations
 

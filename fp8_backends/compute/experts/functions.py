@@ -1,25 +1,10 @@
 """Run mixtures of experts in `transformers` through its registries of expert functions and of exchanges of tokens.
 
-Such a model keeps the weights of all experts of a block in 3-D Parameters of one module, `gate_up_proj` (or `up_proj`)
-and `down_proj`; class attributes describe their layout. The module's forward calls the function named by the
-configuration (`_experts_implementation`). A function of this package joins the registry, and only converted modules
-name it. A converted weight stays the module's own Parameter, with counter and scaling state in an `ExpertWeight` beside
-it, under `fp8_weights`, a segment omitted from this package's names.
-
-Under expert parallelism (transformers' `MoEParamShard`) the weight is a DTensor split by experts. The module's forward
-then sees only this rank's experts, and ids count from the first of them; one past the last marks a row of another rank.
-
-With `activation_comm="fp8"`, tokens travel to the experts of other ranks as FP8 codes. transformers sends each pair of
-a token and an expert to the expert's rank by an all-to-all, and the results back by a second one (`AllToAllEP`).
-`FP8AllToAll` derives from it. A pair with H values sends
-
-    forward, to the expert      E4M3 codes and their scales, H + 4 bytes with one scale
-    forward, back               results in bf16 under autocast in bf16, the dtype of products; else in the tokens' dtype
-    backward                    both gradients, in that dtype
-
-so only the tokens are rounded. For rules with scales along the contraction (`rowwise`, `blockwise`, `mxfp8`) the
-sender's codes are fprop's operand, without another cast; wgrad contracts rows, and casts the codes' values. All other
-rules get codes with a scale for each row, and cast their values again, with an expert's scale.
+The weights of a block's experts are 3-D Parameters of one module, `gate_up_proj` (or `up_proj`) and `down_proj`; class
+attributes describe their layout. The module's forward calls the function named by its configuration
+(`_experts_implementation`); only converted modules name ours. Under expert parallelism the weight is a DTensor split by
+experts, and forward sees only this rank's: ids count from its first expert, and one past its last marks a foreign row.
+docs/experts.rst describes the numbers, and the bytes of an exchange with `activation_comm="fp8"`.
 """
 
 from __future__ import annotations

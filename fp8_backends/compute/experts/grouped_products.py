@@ -4,10 +4,8 @@
     dgrad   dx [rows, in]         = dy [rows, out] @ (w[e].T [in, out]).T
     wgrad   dw [experts, out, in] : dw[e] = (dy rows of e).T @ (x rows of e)
 
-On Hopper one kernel computes all of them, `torch._scaled_grouped_mm`; elsewhere the groups are multiplied one by one by
-the engines of a single product. Every device keeps the kernel's rules, so that code valid on a laptop is valid on a
-GPU: both operands in E4M3, a scale for each row, a bf16 result. Groups with block scales, for which PyTorch has no
-kernel, are multiplied one by one, in the output's dtype, without padding.
+On Hopper `torch._scaled_grouped_mm` computes all of them; elsewhere, and with block scales, groups are multiplied one
+by one. Every device keeps the kernel's rules: operands in E4M3, a scale for each row, a bf16 result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Quantize groups of rows in one matrix, and the weights of many experts.
+"""Quantize groups of rows in one matrix, and the weights of many experts: each group like a tensor of its own.
 
-Each group is quantized like a tensor of its own: an expert's codes are the codes of a Linear with its weight and its
-tokens. Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code
-calls them as one operator), and plain operations on all groups at once elsewhere.
+Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code calls
+them as one operator), and plain operations on all groups at once elsewhere.
 """
 
 from __future__ import annotations

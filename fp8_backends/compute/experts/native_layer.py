@@ -1,12 +1,9 @@
 """Run the experts of a mixture in FP8: as `FP8Linear` does with one matrix, for a 3-D Parameter of many.
 
-Grouped products multiply tokens, sorted by expert, with their expert's weight. Every expert has its own scales, so its
-numbers are those of a Linear with its weight and its tokens. Grouped products take only E4M3: recipes with E5M2
-gradients for range (`HYBRID`) get E4M3 gradients with a scale for each row of a product instead, made just in time.
-Rules with blocks multiply expert by expert, in the recipe's own formats.
-
-A level stores the 3-D Parameter as one `ScaledTensor`. FP16 data get a scale for each expert; E4M3 data are multiplied
-as they are, with their one scale.
+Every expert has its own scales, so its numbers are those of a Linear with its weight and its tokens. Grouped products
+take only E4M3: recipes with E5M2 gradients get E4M3 ones with a scale for each row of a product. Rules with blocks
+multiply expert by expert, in the recipe's own formats. A level's FP16 data get a scale for each expert; E4M3 data are
+multiplied with their one scale.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Defer the logits of an output head until somebody reads them, so that a cross-entropy can run without them.
 
-In training, a deferring head (`DefersLogits`) returns a `DeferredLogits`: a tensor with the logits' shape, dtype and
-place in the autograd graph, but no memory. It records casts, views of whole rows, and elementwise functions such as a
-softcap. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits. Any other reader (a metric, another loss)
-gets the logits, computed once, at that moment, by the layer's usual forward, with gradients.
-
-The logits of a chunk exist until its gradients are computed, in the same sweep. Forward keeps for backward the gradient
-of the hidden states, and of the weight, summed in FP32:
-
-    for each chunk     y = head(x)             loss += cross_entropy(f(y), labels)
-                       dy = softmax - labels   dx = dy @ w         dw += dy.T @ x
-
-Gradients are of the sum over the tokens, of order one for any batch, well within the range of FP8 and fp16. Backward
-multiplies the factor of the mean, and its incoming gradient with a loss scaler's factor, in FP32.
+A deferring head returns a `DeferredLogits`: shape, dtype and graph of the logits, no memory. `F.cross_entropy` of it is
+`HeadLoss`, chunk by chunk of tokens; any other reader gets the logits from the usual forward. The loss keeps for
+backward the gradient of the hidden states, and of the weight, summed in FP32. They are gradients of the sum over the
+tokens, within the range of FP8 and fp16; backward multiplies the mean's factor and its incoming gradient in FP32.
 """
 
 from __future__ import annotations

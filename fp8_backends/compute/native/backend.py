@@ -1,19 +1,10 @@
 """The `native` backend: FP8 linear layers in plain PyTorch, with all three products in FP8.
 
-One layer under the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
-
     forward     x8, w8 = quantize(x), quantize(w)            y  = x8 @ w8.T
     backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
-Backward keeps only x8 and w8, half the bytes of bf16. Layers with the same input (q, k and v of an attention) share one
-x8, and microbatches may share w8 (`SharedCodes`). Each tensor is cast into the two layouts of its products, or into one
-with a view (`kernels.quantize`). `rowwise`, `blockwise` and `mxfp8` quantize along the contraction, once for
-each product: forward keeps a column-wise copy of x, made from high precision, and backward quantizes the weight again.
-
-A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data is cast to w8 without a copy of
-its values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) are stored likewise.
-
-Mixtures of experts in transformers, with weights in one 3-D Parameter, run the same products in groups (`experts`).
+Rules with scales along the contraction quantize once for each product: forward keeps a column-wise copy of x, made from
+high precision, and backward quantizes the weight again.
 """
 
 from __future__ import annotations

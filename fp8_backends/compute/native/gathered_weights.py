@@ -1,13 +1,8 @@
 """The codes of a native layer's weight for FSDP2 to gather, 1 byte an element.
 
 A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
-for the weight, one for each row or column, or one for each block, even if a shard has only a part of it. No scale
-travels: every rank computes them from the amaxes. For mxfp8, the ranks agree only on the exponents, in eight bits: they
-never fall as the amax rises.
-
-Rules with scales along the contraction but not in squares (`rowwise`, `mxfp8`) have different codes for dgrad.
-
-Experts, in 3-D Parameters, are whole on a rank, each with its own scales.
+for the weight, each row or column, or each block. No scale travels: every rank computes them. For mxfp8, the ranks
+agree only on the exponents, in eight bits: they never fall as the amax rises. Experts are whole on a rank.
 """
 
 from __future__ import annotations

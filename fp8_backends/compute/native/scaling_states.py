@@ -1,10 +1,9 @@
 """Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by layers.
 
-Eager code counts in Python integers and records amaxes in the scaling state. Compiled code counts in tensors. Its
-forward changes one of them like any buffer. Its backward cannot: AOT autograd saves backward's inputs as forward found
-them, so of two backwards after two forwards the second would undo the first, or be refused. Backward's notes therefore
-go through two operators, `note_backward` and `take_amaxes`, which change memory without AOT autograd's knowledge. They
-are declared effectful: kept without a reader of their result, run in order, and never run again by recomputation.
+Eager code counts in Python integers and records amaxes in the scaling state; compiled code does both in tensors. AOT
+autograd saves backward's inputs as forward found them: of two backwards after two forwards the second would undo the
+first. Backward's notes therefore go through two operators that change memory without its knowledge. Declared effectful,
+they are kept without a reader of their result, run in order, and never run again by recomputation.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Multiply by a weight cut over the ranks of a tensor-parallel mesh: PyTorch's `parallelize_module`, transformers'
 `tp_plan`.
 
-The Parameter is a DTensor, and each rank multiplies its part:
-
-==========  ===============  =========  ===========  ============
-style       weight           input      output       input's grad
-==========  ===============  =========  ===========  ============
-colwise     rows, Shard(0)   whole      columns      partial sum
-rowwise     columns, (1)     columns    partial sum  columns
-replicated  whole            as it is   as it is     as it is
-==========  ===============  =========  ===========  ============
-
-An operand in parts gets its scale from the amax of the whole, by a maximum over the ranks: its codes are those of one
-process, to the bit. The styles' own hooks, or transformers' wrappers, do the rest.
+The Parameter is a DTensor, and each rank multiplies its part. An operand in parts gets its scale from the amax of the
+whole, by a maximum over the ranks: its codes are those of one process, to the bit. Outputs are columns (colwise) or
+partial sums (rowwise); the styles' own hooks, or transformers' wrappers, do the rest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The `te` backend: NVIDIA's TransformerEngine on the model's own Parameters.
 
-TransformerEngine runs in FP8 inside its global `autocast`, and updates the delayed scales at its end. This backend
-enters it around the forward of the prepared root, so that stock training loops need not, and mends the weak points of
-`te.Linear`: rows are padded, recomputation uses the scales of the original forward, evaluation changes no scale, and
-checkpoints hold plain tensors.
-
-`native:delayed` follows TransformerEngine's rule of delayed scaling on any device, with the same fields.
+It enters TransformerEngine's global `autocast` around the forward of the prepared root, pads rows, recomputes with the
+scales of the original forward, and keeps checkpoints plain (docs/transformer_engine.rst).
 """
 
 from __future__ import annotations

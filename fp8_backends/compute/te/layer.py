@@ -1,12 +1,8 @@
 """The common part of all `te` layers: FP8 regions, counts of products, and scales.
 
-TransformerEngine's autocast is one for the process. A `Region` enters it around the forward of a prepared root, or of
-one layer, and leaves the global state as it was.
-
-TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
-(all in one call). They are wrapped where the layers look them up: a call with only FP8 operands is a product, and its
-layout tells the kind. It belongs to the layer whose forward or autograd node runs. (docs/patches.rst lists
-alternatives.)
+TransformerEngine's layers multiply by `general_gemm`, and experts by `general_grouped_gemm` (all in one call). They are
+wrapped where the layers look them up: a call with only FP8 operands is a product of the layer whose forward or autograd
+node runs, and its layout tells the kind (docs/patches.rst lists alternatives).
 
 Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """

@@ -1,14 +1,8 @@
 """Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same Parameters.
 
-`nn.LayerNorm`, `nn.RMSNorm` and models' own RMSNorms (Llama, Mistral, Qwen, T5; Gemma multiplies by 1 + weight) become
-`te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by a trial: its result for a small FP32 input is compared
-with the formula. Other norms stay, with the reason in the report.
-
-The result has the autocast dtype if autocast is on, else the weight's, as everywhere in TransformerEngine; PyTorch's
-own norms return FP32 under autocast. Inside, both compute in FP32. In eval mode, unless the recipe says
-`use_autocast_during_eval`, the module computes as its original class, like the linear layers.
-
-Imports TransformerEngine only when a norm is swapped.
+A class other than PyTorch's own is recognised by a trial: its result for a small FP32 input is compared with the
+formula. The result has the autocast dtype if autocast is on, else the weight's; PyTorch's own norms return FP32 under
+autocast. Evaluation runs the original class, as in the linear layers. Imports TransformerEngine only at a swap.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Weights that are no plain tensors, in TransformerEngine's products.
 
-**Weights in scaled precision** (MS-AMP's levels). E4M3 data (from O3 on) goes without a cast to the rules with one
-scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the layer's own weight quantizer, so
-that scales and amax histories are TransformerEngine's. It is cast once for each value of the weight, not for each
-microbatch.
-
-**Frozen FP8 weights** (`fp8_params`). The model's Parameter holds TransformerEngine's own tensor: 2 bytes an element on
-Hopper (codes, and the transposed copy for dgrad) or 1, in place of FP32's 4.
+Weights of a level: E4M3 data go without a cast to the rules with one scale for a tensor; the layer's own weight
+quantizer casts all else, once for each value of the weight. Frozen FP8 weights (`fp8_params`) are TransformerEngine's
+own tensors: 2 bytes an element on Hopper (codes, and the transposed copy for dgrad), else 1.
 
 Imports TransformerEngine, so it is imported with a layer.
 """

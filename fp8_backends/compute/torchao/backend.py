@@ -1,8 +1,7 @@
 """The `ao` backend: TorchAO's float8 linear layer on the model's own Parameters.
 
-TorchAO quantizes input, weight and output gradient for each product and saves the input in high precision for
-backward: faster on chips with FP8 products, and no less memory. This module names the sizes that a GPU cannot multiply,
-mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
+TorchAO saves the input in high precision for backward, so it saves no memory. This module names the sizes that a GPU
+cannot multiply, mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
 """
 
 from __future__ import annotations
