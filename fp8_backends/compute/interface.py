@@ -222,12 +222,8 @@ def check_saved_states(
     saved: Mapping[str, torch.Tensor],
     check: Callable[[torch.Tensor, str, str], None],
 ) -> None:
-    """Raise `FP8BackendError` if a saved scaling state differs from the model's in names, dtypes or shapes, or holds
-    wrong numbers.
-
-    Args:
-        check: raises for wrong numbers of one saved state, given its name and an advice.
-    """
+    """Raise `FP8BackendError` if a saved scaling state differs from the model's in names, dtypes or shapes, or if
+    `check(saved, name, advice)` does."""
     if current.keys() != saved.keys():
         old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, current))
         only = {"only the checkpoint has": old - new, "only this model has": new - old}

@@ -32,12 +32,9 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
     """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands for all rules
     without block scales).
 
-    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units. Block scales: 1 x 128 (`blockwise`) on Hopper, 1 x 32
-      (`mxfp8`) on Blackwell.
-    - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product of the codes with FP32 accumulation is
-      the same product. Used for bf16 results on a CPU with bf16 products in hardware.
-    - `fp32-exact`: the same in FP32, for all else on a CPU: without the hardware a bf16 product takes 7 to 1,000 times
-      as long, and `torch._scaled_mm` is this very product or, on some chips, as slow.
+    - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32 (`mxfp8`) on Blackwell.
+    - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU with bf16 products.
+    - `fp32-exact`: the same in FP32, for all else on a CPU.
     - `emulated`: the codes in FP32, for devices without FP8 products or with other codes (MI300).
     """
     if device.type == "cuda":
@@ -64,16 +61,10 @@ _cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
 def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool = False) -> torch.Tensor:
-    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation.
+    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation, [m, n] of out_dtype.
 
-    Args:
-        a: codes [m, k], scale_inv 0-dimensional or [m, 1].
-        b: codes [n, k], scale_inv 0-dimensional or [n, 1]; both scales per tensor or both per row.
-        out_dtype: bf16, fp16 or fp32. Per-row products are computed in bf16 and cast.
-        fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only.
-
-    Returns:
-        [m, n] of out_dtype.
+    Codes [m, k] and [n, k]; scale_inv both 0-dimensional, or [m, 1] and [n, 1]: such products are computed in bf16 and
+    cast. fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only.
     """
     # a failure here is this package's fault, not the user's
     (m, k), (n, b_k) = a.codes.shape, b.codes.shape
@@ -92,16 +83,8 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
 def block_scaled_product(
     a: Quantized, a_blocks: Blocks, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation.
-
-    Args:
-        a: codes in VECTORS or MX.
-        b: codes in VECTORS or SQUARES, or in MX if a is.
-        out_dtype: bf16, fp16 or fp32.
-
-    Returns:
-        [m, n] of out_dtype.
-    """
+    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of out_dtype. a: codes in
+    VECTORS or MX; b: in VECTORS or SQUARES, or in MX if a is."""
     assert a.codes.shape[1] == b.codes.shape[1]
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
     product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32

@@ -64,12 +64,8 @@ def is_parallel(layer: nn.Module) -> bool:
 
 
 def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None:
-    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None.
-
-    Args:
-        multiple: products take features in multiples of this.
-        otherwise: the consequence for other sizes, and the remedy.
-    """
+    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None. Products take features
+    in multiples of `multiple`; `otherwise` has the consequence for other sizes, and the remedy."""
     if not is_parallel(layer) or not is_distributed(weight := layer.weight):
         return None
     mesh = weight.device_mesh

@@ -96,10 +96,7 @@ def available_backends() -> dict[str, Availability]:
 
 def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
     """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a backend proven there.
-
-    Args:
-        fits: returns True if `ao` honours the given fields; otherwise `native` does.
-    """
+    `fits` returns True if `ao` honours the given fields; otherwise `native` does."""
     chip = hardware.chip()
     if not chip.fp8:
         return chips.auto_on(chip)

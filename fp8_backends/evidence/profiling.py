@@ -71,15 +71,11 @@ class ProductProfile:
         return self.running and self._recording() is _thread.recording
 
     def start(self, begun: nn.Module | None = None) -> bool:
-        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one.
+        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one. Raises
+        `FP8BackendError` if this version of PyTorch has no profiler for a thread.
 
-        Args:
-            begun: the root whose forward begins now; it may be a layer. Its profile ends another `ProductProfile` of
-                this thread without a result. It notes no shapes, so it cannot count compiled code: during compilation,
-                shapes fail for some tensors, and PyTorch writes a warning for each.
-
-        Raises:
-            FP8BackendError: this version of PyTorch has no profiler for a thread.
+        `begun`: the root whose forward begins now; it may be a layer. Its profile ends another of this thread without a
+        result, and notes no shapes, so it cannot count compiled code: during compilation, shapes fail for some tensors.
         """
         if begun is not None:
             give_way()
@@ -152,11 +148,8 @@ class ProductProfile:
 
 
 class _Recording:
-    """PyTorch's running profiler of this thread. Only the thread holds it, so that they end together.
-
-    Args:
-        hooks: to be removed at its end.
-    """
+    """PyTorch's running profiler of this thread, and the hooks to remove at its end. Only the thread holds it, so that
+    they end together."""
 
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
         self.hooks, self.shapes = hooks, shapes

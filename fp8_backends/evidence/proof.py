@@ -43,11 +43,8 @@ _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds.
-
-    Raises:
-        FP8BackendError: `optimizer` is not a PyTorch optimizer.
-    """
+    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds. Raises
+    `FP8BackendError` if it is no PyTorch optimizer."""
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
@@ -257,11 +254,8 @@ def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
-    """Print the proof line.
-
-    Raises:
-        FP8BackendError: nothing ran in FP8, and the recipe's `on_unproven` is "raise".
-    """
+    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, and the recipe's `on_unproven` is
+    "raise"."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
     ran = {layer: count for layer, count in counts.items() if _ran(count)}
     if not ran:

@@ -19,10 +19,8 @@ from .strings import AUTO, BackendName, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first.
-
-    Raises `RecipeError` that begins with the place of the field.
-    """
+    """Merge the fields of these places, the strongest first. Raises `RecipeError` that begins with the field's
+    place."""
     naming = _merged_naming(sources)
     fields = dict(naming)
     for source in sources:
@@ -101,17 +99,9 @@ LAUNCH = "fp8-backends launch"
 
 
 def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH) -> tuple[Recipe, str | None]:
-    """Merge a handler with the fields of a launch or of the environment; a handler with another backend ignores them.
-
-    Args:
-        handler: a recipe, of this package or Accelerate's. A value equal to Accelerate's default counts as not given
-            in Accelerate's handlers, which fill in every field.
-        launched: fields of `FP8RecipeKwargs`.
-        origin: their source, for messages.
-
-    Returns:
-        The recipe, and a warning in one line if the script overrides the launch.
-    """
+    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a handler with
+    another backend ignores them. Return the recipe, and a warning in one line if the script overrides the launch. In
+    Accelerate's handlers, which fill in every field, a value equal to the default counts as not given."""
     name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
     launch_recipe = FP8RecipeKwargs(**launched)
     if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):

@@ -25,12 +25,8 @@ PREFIX = "ACCELERATE_FP8_"
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML file, or of a JSON file by its ending.
-
-    Raises:
-        RecipeError: the file cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys.
-            The error names the file, and the line if PyYAML reports one.
-    """
+    """Return the keys of a YAML file, or of a JSON file by its ending. Raises `RecipeError`, with the file and PyYAML's
+    line, if it cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys."""
     kind = "JSON" if path.endswith(".json") else "YAML"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -192,12 +188,8 @@ _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 def unknown_variable(
     written: str, suffix: str, spelling: Callable[[str], str], names: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """Return the error for a name without a field.
-
-    Args:
-        written: the name as the user wrote it.
-        spelling: how the place spells the name of a variable.
-    """
+    """Return the error for a name without a field, as the user has `written` it. `spelling`: how the place spells a
+    name."""
     objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
@@ -312,17 +304,9 @@ def add_field(
 
 
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
-    """Read the `fp8_config` block of an Accelerate YAML file, for `merging.merged`.
-
-    Keys are Accelerate's, those of `accelerate config` (`amax_history_length`, `optimization_level`, …), and every
-    field of a recipe, each with or without `fp8_` in front.
-
-    Args:
-        source: the name of the file.
-
-    Raises:
-        RecipeError: an unknown key, with the nearest valid one, or an invalid value; each with key and file.
-    """
+    """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`: Accelerate's keys, those
+    of `accelerate config`, and every field of a recipe, each with or without `fp8_` in front. Raises `RecipeError`,
+    with key and file, for an unknown key or an invalid value."""
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()
@@ -386,11 +370,8 @@ _KEYS_OF_PLUGINS = ("precision", "mixed_precision")
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated.
-
-    Raises:
-        RecipeError: two names of a field disagree, or an argument is unsupported.
-    """
+    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated. Raises `RecipeError`
+    for an unsupported argument, and for two names of a field that disagree."""
     plain = {_plain(name): value for name, value in values.items()}
     if len(plain) < len(values):
         spelled = collections.Counter(map(_plain, values))

@@ -49,11 +49,8 @@ def own_experts(experts: nn.Module, part: str) -> slice:
 
 
 class ExpertWeight(nn.Module):
-    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter.
-
-    Args:
-        base: arguments for another base class.
-    """
+    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter. `base`: arguments for another
+    base class."""
 
     def __init__(self, experts: nn.Module, part: str, **base: Any) -> None:
         super().__init__(**base)
@@ -82,9 +79,7 @@ class ExpertWeights(nn.ModuleDict):
     """The converted weights of one experts module, by the Parameter's name; runs the module with them in FP8.
 
     Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k], as in the original module. Products have the autocast dtype if autocast is on, else the
-    input's. In eval mode, unless the recipe sets `use_autocast_during_eval`, and without tokens, the configuration's
-    own function runs.
+    `top_k_weights` [tokens, k]. In high precision, and without tokens, the configuration's own function runs.
     """
 
     @property
@@ -305,11 +300,8 @@ _EXCHANGES = (_PARENT, "AutoEP")
 
 
 def install_exchange(experts: nn.Module) -> None:
-    """Let the tokens of a converted experts module travel in FP8, if transformers exchanges them between ranks.
-
-    Raises:
-        FP8BackendError: this transformers has another exchange.
-    """
+    """Let the tokens of a converted experts module travel in FP8, if transformers exchanges them between ranks. Raises
+    `FP8BackendError` for another exchange."""
     before = experts.__dict__.get("forward")
     implementation = exchange_of(before)
     if implementation is None or isinstance(implementation, FP8AllToAll):

@@ -42,19 +42,12 @@ def quantize_groups(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize with one scale for the rows of each group, or one for each line.
+    """Quantize x [rows, columns] with one scale for the rows of each group (FP32 [groups]; None: from the amaxes), or,
+    for `lines`, one for each row, and in `transposed` one for each column of each group.
 
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        scale: FP32 [groups]; None: from the amaxes.
-        rows, columns: return `codes`, an operand of `grouped_product`, and `transposed`, one of `grouped_wgrad`.
-        lines: give each row its own scale, and in `transposed` each column of each group.
-        split: the cut of the columns over ranks, for scales of whole rows.
-
-    Returns:
-        codes [places, columns] and scale_inv [places]; transposed [columns, places] and transposed_scale_inv [groups,
-        columns]; the columns may be padded. amax, without `lines`: FP32 [groups], NaN ignored, 0 for a group without
-        rows.
+    Returns codes [places, columns] and scale_inv [places] if `rows`; transposed [columns, places] and
+    transposed_scale_inv [groups, columns] if `columns`, which may be padded. amax, without `lines`: FP32 [groups], NaN
+    ignored, 0 for a group without rows. `split`: the cut of the columns over ranks, for scales of whole rows.
     """
     if split is not None and lines:
         layouts = quantize_groups(x, groups, fmt, None, False, True, lines) if columns else Layouts()
@@ -83,19 +76,12 @@ def quantize_experts(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize with one scale for each expert, or one for each line.
+    """Quantize a weight [experts, rows, columns] as `quantize_groups` does groups: codes [experts, rows, columns] and
+    scale_inv [experts, rows]; transposed [experts, columns, rows] and transposed_scale_inv [experts, columns]; rows and
+    columns may be padded. amax, without `lines`: FP32 [experts].
 
-    Args:
-        weight: [experts, rows, columns], bf16, fp16 or fp32.
-        scale, rows, columns, lines: as in `quantize_groups`, for each expert.
-        stored_scale_inv: FP32, 0-dimensional, a power of two, for data of a ScaledTensor: scale, scale_inv and amax
-            belong to the values `weight * stored_scale_inv`.
-        split: the cut of each matrix over ranks, for scales of the whole.
-
-    Returns:
-        codes [experts, rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
-        transposed_scale_inv [experts, columns]; rows and columns may be padded. amax, without `lines`: FP32 [experts],
-        NaN ignored.
+    With `stored_scale_inv` (FP32, 0-dimensional, a power of two), scale, scale_inv and amax belong to the values
+    `weight * stored_scale_inv`. `split`: the cut of each matrix over ranks, for scales of the whole.
     """
     if split is not None and lines:
         layouts = _quantize_expert_parts(weight, fmt, rows, columns, split)

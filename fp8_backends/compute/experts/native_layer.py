@@ -125,11 +125,8 @@ class FP8Experts(ExpertWeights):
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
-    """One 3-D weight with products in FP8.
-
-    The ledger counts a product of all experts as one. Under expert parallelism `fp8_scaling` holds the states of all
-    ranks' experts; a rank records the amaxes of its own experts, and the ranks exchange them after backward.
-    """
+    """One 3-D weight with products in FP8; the ledger counts a product of all experts as one. Under expert parallelism
+    `fp8_scaling` holds the states of all ranks' experts; a rank records its own, and the ranks exchange them."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_own = own_experts(*self.fp8_owner)
@@ -199,11 +196,10 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
 
 class GroupedFunction(torch.autograd.Function):
-    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e; w is [experts, in, out] if `transposed`.
 
-    The weight is [experts, out, in], or [experts, in, out] if `transposed`. `cut`: the cut of each expert over ranks;
-    `keeps`: backward may follow; `records`: amaxes go into the rule's states; `w8`: `quantized_weight`; `arrived`: the
-    codes of x for fprop, if they exist.
+    `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go into the rule's states;
+    `w8`: `quantized_weight`; `arrived`: the codes of x for fprop, if they exist.
     """
 
     @staticmethod

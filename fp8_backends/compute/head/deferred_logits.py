@@ -131,11 +131,7 @@ class Pending:
         return self._versions() != self.versions or self.head.weight is not self.weight
 
     def logits(self) -> torch.Tensor:
-        """Return the logits without a graph, computed at the first call.
-
-        Raises:
-            FP8BackendError: see `is_stale`.
-        """
+        """Return the logits without a graph, computed at the first call. Raises `FP8BackendError` if `is_stale`."""
         if self.output is None:
             if self.is_stale:
                 raise FP8BackendError(
@@ -344,12 +340,9 @@ class HeadProducts:
 
 
 def tokens_of_chunk(tokens: int, hidden: int) -> int:
-    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about equally many.
-
-    Each chunk but the first adds to the FP32 gradient of the weight, 10 bytes an element: on an H200, a tenth of the
-    time of FP8 products with as many tokens as the hidden size. The gradient of a single chunk stays in the products'
-    dtype, and its logits need no more memory than this sum.
-    """
+    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about equally many. Each
+    chunk but the first adds to the FP32 gradient of the weight, 10 bytes an element: on an H200, a tenth of the time of
+    FP8 products with as many tokens as the hidden size. A single chunk's gradient stays in the products' dtype."""
     number = -(-tokens // (2 * hidden)) or 1
     return -(-tokens // (number * ROWS)) * ROWS or ROWS
 
@@ -360,15 +353,8 @@ def chunk_loss(
     options: CrossEntropy,
     elementwise: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits in their
-    dtype.
-
-    Args:
-        logits: [tokens, vocabulary] from the head; the gradient may reuse their memory.
-        labels: int64 [tokens].
-        elementwise: the model's function of its logits before the loss, such as a softcap: any differentiable
-            elementwise function; None: only casts.
-    """
+    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits [tokens,
+    vocabulary], whose memory it may reuse. `elementwise`: the model's function before the loss, such as a softcap."""
     scores = leaf = logits
     if elementwise is not None:
         with torch.enable_grad():
@@ -384,10 +370,7 @@ def chunk_loss(
 
 class HeadLoss(torch.autograd.Function):
     """The loss, FP32 and 0-dimensional, of hidden states x [tokens, hidden] under a head's weight [vocabulary, hidden]
-    and bias, multiplied by `products`. x, weight and bias only receive gradients.
-
-    Backward calls `on_backward(of_input, of_weight)`.
-    """
+    and bias, multiplied by `products`. Backward calls `on_backward(of_input, of_weight)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, products, elementwise, options, on_backward):

@@ -218,14 +218,11 @@ class NativeCompute(Compute):
 
 
 class RollDelayedStates:
-    """Roll every layer's delayed state, before each training forward of the prepared root. Each optimizer step rolls
-    too, for loops that call submodules. A state with no new amax does not change.
+    """Roll every layer's delayed state before each training forward of the prepared root, and at each optimizer step,
+    for loops that call submodules. A state with no new amax does not change.
 
-    In a loop of forward and backward, scales and histories equal TransformerEngine's, which rolls states at the end of
-    a forward and in its backward. Evaluation, recomputation and forwards without gradients leave the state alone;
-    TransformerEngine lets the next step see the amax of a forward without gradients, too.
-
-    A class, unlike a closure, pickles with the model.
+    In a loop of forward and backward, scales and histories equal TransformerEngine's. Evaluation, recomputation and
+    forwards without gradients leave the state alone. A class, unlike a closure, pickles with the model.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -144,14 +144,11 @@ def quantized(
     stored_scale_inv: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize a matrix [rows, columns] by the rule.
+    """Quantize a matrix [rows, columns] by the rule: `tensor` is INPUT, WEIGHT or GRAD_OUTPUT, `state` the layer's,
+    read-only; `quantization.quantize` has the other arguments.
 
-    Args:
-        state: the layer's state, for a rule that has one; read-only.
-        tensor: INPUT, WEIGHT or GRAD_OUTPUT.
-        rows, columns, record, stored_scale_inv, amax: see `quantization.quantize`.
-        split: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule: ranks
-            agree on its states after backward.
+    `split`: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule, whose states
+    the ranks agree on after backward.
     """
     if rule.along is not None:
         blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks

@@ -53,11 +53,8 @@ class FP8Products(KeepsLedger):
     """The FP8 products of a layer, mixed into its original class by conversion, which keeps the layer's Parameters.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. Products have the output's dtype, for gradients too (except as in `wgrad_dtype`). In
-    eval mode the layer computes in high precision unless the recipe sets `use_autocast_during_eval`.
-
-    The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
-    multiplied without a cast. Its gradient is plain, with the dtype of the weight's values.
+    on, else in the input's; products and gradients have it too (except as in `wgrad_dtype`). The gradient of a
+    `ScaledTensor` is plain, with the dtype of the weight's values.
     """
 
     transposed_weight = False
@@ -248,12 +245,9 @@ def __getattr__(name: str) -> Any:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w.T + b of quantized operands; x and w only carry the gradients, unless a product stays in high precision
-    or the rule quantizes the weight again.
-
-    x8, w8: `Layouts` of x and of w; w8 is empty for a weight stored in FP8. `stored`: the Parameter in memory.
-    `transposed`: the Parameter holds w.T. `cut`: x and w are one rank's parts, and y may be a partial sum.
-    """
+    """y = x @ w.T + b of quantized operands `x8` and `w8`, which is empty for a weight stored in FP8. x and w only
+    carry the gradients, unless a product stays in high precision or the rule quantizes the weight again. `stored`: the
+    Parameter in memory, w.T if `transposed`. `cut`: x and w are one rank's parts, and y may be a partial sum."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, cut, x8, w8, stored):

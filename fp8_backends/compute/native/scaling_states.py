@@ -33,12 +33,9 @@ FPROPS = 2
 
 
 class Ledger:
-    """The counts of one layer with any number of scaling states, and the uncollected notes of its compiled code: int32,
-    amaxes as FP32 bits, since wrappers cast floating-point tensors.
-
-    Args:
-        first: the index of the layer's first state among all; above 0 under expert parallelism.
-    """
+    """The counts of one layer with any number of scaling states, the first of them `first` (expert parallelism), and
+    the uncollected notes of its compiled code: int32, amaxes as FP32 bits, since wrappers cast floating-point
+    tensors."""
 
     def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
         self.first = first
@@ -63,11 +60,8 @@ class Ledger:
                 setattr(self, name, function(value))
 
     def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
-        """Count the product of a forward, if it ran in FP8. Compiled code also notes these amaxes, FP32 [states] or
-        0-dimensional; eager code has recorded them.
-
-        Compiled code counts each forward once, recomputation included.
-        """
+        """Count the product of a forward, if it ran in FP8. Compiled code counts recomputation too, and notes these
+        amaxes, FP32 [states] or 0-dimensional; eager code has recorded them."""
         if not torch.compiler.is_compiling():
             if fprop:
                 self.counts.add(RECOMPUTED if inside_backward() else FPROP)
@@ -122,11 +116,8 @@ class SharedCodes:
         self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
 
     def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier layer's result for this very tensor and key. Held for the tensor's lifetime.
-
-        Shares only results of autograd: a leaf, such as a batch in a numpy array or in a CUDA graph's static input, can
-        change without a trace.
-        """
+        """Return quantize(), or an earlier layer's result for this very tensor and key, held for the tensor's lifetime.
+        Only for results of autograd: a leaf, such as a batch in a numpy array, can change without a trace."""
         if torch.compiler.is_compiling() or x.grad_fn is None:
             return quantize()  # a compiler finds equal casts itself
         version, codes = self._inputs.get(x, (None, None))
@@ -146,12 +137,9 @@ class SharedCodes:
         self._weights.clear()
 
     def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key.
-
-        Notices new memory and in-place changes, but not changes through `weight.data`, which autograd does not count.
-        Keeps codes only in training, and only of whole weights: sharded ones are gathered for each forward, and their
-        codes would need the memory saved by sharding.
-        """
+        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key. Misses changes
+        through `weight.data`, which autograd does not count. Keeps codes only in training, and only of whole weights:
+        codes of gathered ones would need the memory saved by sharding."""
         if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
             return quantize()
         memory = _memory_of(layer.weight)

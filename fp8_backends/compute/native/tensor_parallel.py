@@ -127,12 +127,8 @@ def cut_of_a_block(length: int) -> str:
 
 
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
-    """Return this rank's parts of a layer's input, weight and bias.
-
-    Raises:
-        FP8BackendError: the weight is a DTensor and the input is not, the mesh has more dimensions, or there is a
-            `cut_obstacle`.
-    """
+    """Return this rank's parts of a layer's input, weight and bias. Raises `FP8BackendError` for a distributed weight
+    with a plain input, on a mesh of more dimensions, or with a `cut_obstacle`."""
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
         # transformers calls some layers with local tensors, and wraps their output

@@ -263,11 +263,8 @@ def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | Non
 
 
 def load() -> Any:
-    """Import TransformerEngine's PyTorch module.
-
-    Raises:
-        BackendUnavailableError: it does not load, with the reason and the fix.
-    """
+    """Import TransformerEngine's PyTorch module. Raises `BackendUnavailableError`, with the fix, if it does not
+    load."""
     try:
         import transformer_engine.pytorch as te
     except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError

@@ -74,12 +74,8 @@ class ModelState:
 class Region:
     """TransformerEngine's autocast with the recipe of one model, around a forward.
 
-    Args:
-        records: True for a training forward: TransformerEngine takes its amaxes into the scales at the end of the
-            outermost region. Other forwards leave scales and amaxes unchanged.
-
-    Raises:
-        RecipeError: it records delayed scales in a stage of a pipeline.
+    A region that `records` is a training forward's: TransformerEngine takes its amaxes into the scales at the end of
+    the outermost one. Raises `RecipeError` if it records delayed scales in a stage of a pipeline.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
@@ -232,11 +228,8 @@ _running = _Running()
 
 
 def _count_products() -> None:
-    """Wrap the functions that multiply, unless they are.
-
-    Raises:
-        FP8BackendError: this version of TransformerEngine multiplies by other functions.
-    """
+    """Wrap the functions that multiply, unless they are. Raises `FP8BackendError` if this TransformerEngine has
+    others."""
     if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
         raise FP8BackendError(
             f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
@@ -281,10 +274,7 @@ def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
 
 class TELayer:
     """Mixed into a class of TransformerEngine: correct outside of an FP8 region, and recomputed by plain
-    `torch.utils.checkpoint`.
-
-    A recomputed layer uses the scales of its last training forward, and changes none.
-    """
+    `torch.utils.checkpoint`, with the scales of its last training forward, which it leaves unchanged."""
 
     te_state: ModelState
     matrices = 1
@@ -295,11 +285,8 @@ class TELayer:
     set_extra_state = nn.Module.set_extra_state
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Multiply the rows of x, in the region of the root's forward or in one for this layer.
-
-        Args:
-            arguments: further arguments of `_multiply`.
-        """
+        """Multiply the rows of x, in the region of the root's forward or in one for this layer. `_multiply` takes the
+        arguments."""
         state = self.te_state
         if inside_backward():
             return self._recomputed(x, *arguments)

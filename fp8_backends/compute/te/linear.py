@@ -21,14 +21,10 @@ from .layer import ModelState, TELayer
 
 
 class TEProducts(TELayer, te.Linear):
-    """`te.Linear` on the Parameters of the original layer, correct also for any number of rows, outside of FP8 regions,
-    and recomputed by plain `torch.utils.checkpoint`.
+    """`te.Linear` on the Parameters of the original layer, for any number of rows, outside of FP8 regions too.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. In eval mode, unless the recipe says `use_autocast_during_eval`, it is `F.linear`.
-
-    `torch.compile` leaves the FP8 part of the layer out of its graphs: TransformerEngine's delayed scaling cannot be
-    traced.
+    on, else in the input's dtype. `torch.compile` leaves it out of its graphs: delayed scaling cannot be traced.
     """
 
     transposed_weight = False
@@ -60,11 +56,8 @@ class TEProducts(TELayer, te.Linear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """Return the weight as [out, in], on the memory of the Parameter.
-
-        Raises:
-            FP8BackendError: it is frozen, and a plain copy of it in a state dict was written to.
-        """
+        """Return the weight as [out, in], on the memory of the Parameter. Raises `FP8BackendError` if a plain copy of a
+        frozen one in a state dict was written to."""
         is_frozen = weights.is_frozen(self.weight)
         if is_frozen:
             self.te_copies.check()
@@ -152,13 +145,9 @@ def __getattr__(name: str) -> Any:
 
 
 class PlainWgrad(torch.autograd.Function):
-    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`.
-
-    TransformerEngine had this until version 2.1. Here it gets the weight detached, so it computes fprop, dgrad and the
-    bias gradient, and keeps no codes of the input. This function returns y unchanged. Its backward computes the
-    gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y, as
-    TransformerEngine did.
-    """
+    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`, as TransformerEngine had
+    it until 2.1. It gets the weight detached, and keeps no codes of the input. Returns y unchanged; backward computes
+    the gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,8 @@ ONE_SCALE = ("delayed", "dynamic")
 
 
 class CastWeight:
-    """A weight cast for TransformerEngine, and the state of the weight at the cast.
-
-    Attributes:
-        quantized: a quantized tensor of TransformerEngine, with the copies for this device's products.
-        differentiable: True if it has the copy for dgrad.
-    """
+    """A weight cast for TransformerEngine, and the state of the weight at the cast. `quantized` has the copies for this
+    device's products, for dgrad too if `differentiable`."""
 
     def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
         self.quantized, self.differentiable = quantized, differentiable
@@ -51,12 +47,8 @@ def _versions(weight: ScaledTensor) -> tuple[int, ...]:
 def for_te(
     weight: ScaledTensor, is_transposed: bool, quantizer: Any, scaling: str, cached: CastWeight | None
 ) -> CastWeight:
-    """Cast `weight` to a quantized tensor [out, in] of TransformerEngine, or return `cached` if it serves.
-
-    Args:
-        weight: [out, in], or [in, out] if `is_transposed`; FP16 or E4M3 data with one scale.
-        quantizer: the layer's weight quantizer, prepared for this forward by TransformerEngine's autocast.
-    """
+    """Cast `weight`, [in, out] if `is_transposed`, to a quantized tensor [out, in] of TransformerEngine, or return
+    `cached` if it serves. `quantizer`: the layer's own, prepared for this forward by TransformerEngine's autocast."""
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
@@ -96,12 +88,7 @@ def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantiz
 
 
 def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
-    """Connect cast matrices to their weight in autograd.
-
-    Args:
-        quantized: one [out, in], or one for each expert of `weight`.
-        is_transposed: `weight` is [in, out].
-    """
+    """Connect cast matrices [out, in] to their weight in autograd: one, or one for each expert."""
     results = Differentiable.apply(weight, is_transposed, *quantized)
     for result in results:
         # TransformerEngine 2.16 caches the answer, from before autograd made the tensor an output

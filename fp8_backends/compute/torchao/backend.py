@@ -177,11 +177,8 @@ class TorchAOCompute(Compute):
 
 
 def linear_config(recipe: Recipe) -> Float8LinearConfig:
-    """Return TorchAO's configuration for a resolved recipe: the user's own, if given.
-
-    `pad_inner_dim` is on by default, as in Accelerate: it changes no number, and without it a GPU refuses batches
-    unless the token count is a multiple of 16.
-    """
+    """Return TorchAO's configuration for a resolved recipe: the user's own, if given. `pad_inner_dim` is on by default:
+    it changes no number, and without it a GPU refuses token counts that are no multiple of 16."""
     if recipe.config is not None:
         if _products_are_emulated() and not recipe.config.emulate:
             raise BackendUnavailableError(
@@ -242,10 +239,8 @@ _lock = threading.Lock()
 def mend_cpu_product() -> None:
     """Replace the CPU kernel of `torch._scaled_mm` in this process, if this CPU needs it. Repeating it does nothing.
 
-    On a CPU with AMX PyTorch hands products of codes with one scale to oneDNN. It has a fast form only for AMX-FP16: on
-    other chips a reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s. TorchAO calls the operator, so the
-    operator is replaced. Alternatives: TorchAO's `emulate` leaves no FP8 product in compiled code for the proof, and
-    `torch.backends.mkldnn.enabled = False` slows down everything else in oneDNN.
+    On a CPU with AMX and without AMX-FP16, oneDNN's reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s.
+    TorchAO's `emulate` would leave no FP8 product in compiled code for the proof.
     """
     if not hardware.cpu_scaled_mm():
         with _lock:

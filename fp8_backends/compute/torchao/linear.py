@@ -31,11 +31,9 @@ class _AsLinear(NamedTuple):
 
 
 class AOProducts(nn.Module):
-    """A layer with TorchAO's products, to the bit, and correct in three cases that crash TorchAO: inputs of zero
-    tokens, inputs of one dimension, and a high-precision weight gradient under any autocast but CUDA's.
-
-    Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
-    """
+    """A layer with TorchAO's products, to the bit, from [..., in_features] in fp32, bf16 or fp16 to [...,
+    out_features]. Correct where TorchAO crashes: inputs of zero tokens or one dimension, and a high-precision weight
+    gradient under any autocast but CUDA's."""
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
@@ -109,11 +107,9 @@ def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
 
 
 class AOWeight(WeightWithDynamicFloat8CastTensor):
-    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks.
-
-    Differs from TorchAO's own class: codes travel as bytes (gloo refuses float8), uneven shards are padded, and state
-    dicts hold plain weights (`export_plain`, `wrap_again`).
-    """
+    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks. Unlike
+    TorchAO's own class, its codes travel as bytes (gloo refuses float8), uneven shards are padded, and state dicts are
+    plain."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -144,11 +140,7 @@ torch.serialization.add_safe_globals([AOWeight])
 
 def gather_in_fp8(root: nn.Module) -> None:
     """Let FSDP2 gather the weights of all AO layers in FP8. Call it before `fully_shard`; Parameters stay the same
-    objects.
-
-    Raises:
-        FP8BackendError: a weight is sharded already, or something else holds on to it. No weight has changed then.
-    """
+    objects. Raises `FP8BackendError`, without a change, if a weight is sharded already, or held by something else."""
     layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, AOProducts)}
     for name, layer in layers.items():
         if is_distributed(layer.weight):
