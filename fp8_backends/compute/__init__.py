@@ -1,5 +1,4 @@
-"""Who runs the matrix products, and with which scaling rule: the interface, the registry, what each chip can do, and
-one folder for each backend."""
+"""Matrix products in FP8: the interface, the registry, facts about chips, and one folder for each backend."""
 
 from .counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from .interface import COMPUTE_DTYPES, Compute

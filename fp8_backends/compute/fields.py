@@ -142,19 +142,16 @@ def flag(value: Any) -> bool:
     raise ValueError("must be True or False")
 
 
-def whole_number(minimum: int | None = None, maximum: int | None = None) -> Callable[[Any], int]:
-    """Return the parser of a whole number from `minimum` to `maximum`. None: no bound."""
-    lowest, highest = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
-    if maximum is not None:
-        wanted = f"a whole number from {lowest} to {maximum}"
-    else:
-        wanted = "a whole number" + ("" if minimum is None else f" of at least {minimum}")
+def whole_number(minimum: float = -math.inf, maximum: float = math.inf) -> Callable[[Any], int]:
+    """Return the parser of a whole number from `minimum` to `maximum`."""
+    bounds = f" of at least {minimum}" if minimum > -math.inf else ""
+    wanted = f"a whole number{f' from {minimum} to {maximum}' if maximum < math.inf else bounds}"
 
     @_takes(wanted)
     def parse(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,100}", value.strip()):
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise ValueError(f"must be {wanted}")
         return value
 

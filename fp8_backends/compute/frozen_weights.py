@@ -62,9 +62,8 @@ def freeze(
     quantized: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
     make_plain: Callable[[nn.Module], None],
 ) -> None:
-    """Swap the weights of these layers of `root` for `quantized(weight, layer)`; repeating it does nothing, and ties
-    stay. `make_plain` undoes it when a layer is restored. Raises `FP8BackendError`, without a change, for a weight that
-    is sharded, or held by something else."""
+    """Swap these layers' weights for `quantized(weight, layer)`, once, with their ties; `make_plain` undoes it on
+    restoring. Raises `FP8BackendError`, without a change, for a weight that is sharded, or held by something else."""
     new = {name: layer for name, layer in layers.items() if not is_frozen(layer.weight)}
     for name, layer in new.items():
         if is_distributed(layer.weight):  # sharded since it was frozen

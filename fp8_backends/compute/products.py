@@ -99,6 +99,12 @@ def block_scaled_product(
     return product.to(out_dtype)
 
 
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of products with x: the autocast dtype if autocast is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU without products of this
     dtype in hardware multiplies in FP32 and rounds once."""
@@ -109,9 +115,8 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for the product of the weight's gradient, given out_dtype for the other products. A GPU's FP8
-    units write FP32 too for tensors with one scale (no `blocks`): an FP32 weight's gradient is then rounded once. On a
-    CPU, bf16 products are faster."""
+    """Return the dtype of wgrad's product, given out_dtype of the others. A GPU's FP8 units write FP32 too for tensors
+    with one scale: an FP32 weight's gradient is then rounded once. On a CPU, bf16 products are faster."""
     in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
     return torch.float32 if in_fp32 else out_dtype
 
@@ -128,8 +133,7 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a view that is not row-major. A GPU's products check strides in dimensions of size 1 too, which
-    `is_contiguous` ignores."""
+    """Copy a view that is not row-major: GPUs check strides of size 1 too, unlike `is_contiguous`."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
     in_rows = matrix.is_contiguous() and matrix.stride(-2) == matrix.shape[-1]
     return matrix if in_rows else matrix.clone(memory_format=torch.contiguous_format)

@@ -40,6 +40,15 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_width(x: torch.Tensor, in_features: int) -> None:
+    """Raise ValueError for an input [..., another width]."""
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
+            f"its last dimension must be {in_features}"
+        )
+
+
 def saved_by_name(weight: nn.Parameter) -> contextlib.AbstractContextManager:
     """Let autograd save the Parameter in place of views of its data, and recreate the views in backward. DeepSpeed's
     ZeRO-3 takes the gathered data out of it after forward: saved views such as `weight.t()` would hold the weights of

@@ -51,8 +51,7 @@ class Layer(NamedTuple):
 
 
 class ProductProfile:
-    """One profiled stretch of training in one thread: `start`, some steps, `stop`. It ends with its thread, and when it
-    is dropped."""
+    """One profiled stretch of training in one thread, with which it ends: `start`, some steps, `stop`."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
@@ -100,8 +99,7 @@ class ProductProfile:
             self._recording().restart()
 
     def stop(self) -> None:
-        """End, and write each layer's counts into its `results`, unless another thread started it, or compiled code ran
-        and no shapes were noted."""
+        """End, and write counts to `results`, if they are of this thread and do not lack a compiled step's shapes."""
         recording = self._recording() if self.runs_here else None
         self.abandon()
         if recording is None:
@@ -148,8 +146,7 @@ class ProductProfile:
 
 
 class _Recording:
-    """PyTorch's running profiler of this thread, and the hooks to remove at its end. Only the thread holds it, so that
-    they end together."""
+    """PyTorch's running profiler of this thread, held only by the thread, and the hooks to remove at its end."""
 
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
         self.hooks, self.shapes = hooks, shapes
@@ -292,8 +289,7 @@ def _parents(event: _Event) -> Iterator[_Event]:
 
 
 def _products(events: list[_Event]) -> list[_Event]:
-    """Return the products that ran: not the ones inside another, and not the ones that a compiler's dispatch mode
-    answered for fake tensors."""
+    """Return the products that ran, not the ones inside another or answered for a compiler's fake tensors."""
     multiplied = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
     answered = {event.parent for event in events if event.name == _MODE} - multiplied
     return [event for event in events if _is_product(event) and event not in answered]
@@ -334,19 +330,13 @@ def _creators(events: list[_Event]) -> dict[tuple[int, int], int | None]:
     }
 
 
-class _Shape(NamedTuple):
-    in_features: int
-    out_features: int
-    backward_kinds: tuple[str, ...]
-
-
 def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:
     """Share the products of compiled code out among the layers of each shape. Return True if any fits."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
         trains = layer.module.weight.requires_grad
         kinds = tuple(kind for kind in layer.backward_kinds if trains or kind != WGRAD)
-        members[_Shape(layer.module.in_features, layer.module.out_features, kinds)].append(index)
+        members[layer.module.in_features, layer.module.out_features, kinds].append(index)
     tokens = defaultdict(set)  # rows that went through layers of a shape
     for in_backward, (a, b, *_) in products:
         if not in_backward and len(a) == len(b) == 2:
@@ -368,8 +358,8 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     return bool(totals)
 
 
-def _fitting(shape: _Shape, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
-    """List the kinds of products of a layer shape with operands of the sizes a [m, k] and b [k, n]."""
+def _fitting(shape: tuple, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
+    """List the kinds of products of a layer shape (in, out, kinds) with operands of the sizes a [m, k] and b [k, n]."""
     n_in, n_out, kinds = shape
     if not in_backward:
         return [FPROP] if tuple(b) == (n_in, n_out) else []

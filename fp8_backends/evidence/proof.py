@@ -63,8 +63,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Delay the proof of these models while other code profiles, now or by its schedule later: PyTorch has a single
-    profiler."""
+    """Delay the proof of these models while other code profiles, now or later: PyTorch has one profiler."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -202,8 +201,7 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, begun: nn.Module | None = None) -> bool:
-        """Start a profile, and return True if it runs. A profile begun by a root's forward takes over from others, and
-        may contain compilation."""
+        """Start a profile, and return True if it runs. One begun by a root's forward may contain compilation."""
         if self.waits:
             return False
         profile = ProductProfile(self.layers)
@@ -228,8 +226,7 @@ class FirstStep:
 
 
 class ForwardHook(TemporaryHook):
-    """Notify a `FirstStep` of the begin and end of its model's forwards. Inert in a copied, unpickled or compiled
-    model."""
+    """Notify a `FirstStep` of its model's forwards. Inert in a copied, unpickled or compiled model."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step
@@ -254,8 +251,7 @@ def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
-    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, and the recipe's `on_unproven` is
-    "raise"."""
+    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless `on_unproven="warn"`."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
     ran = {layer: count for layer, count in counts.items() if _ran(count)}
     if not ran:

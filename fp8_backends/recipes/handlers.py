@@ -168,8 +168,7 @@ class Recipe(CommonFields):
 
 
 def _explains_names(cls: type) -> type:
-    """Let the `__init__` of a handler translate NeMo's names, accept the fields of a registered backend, and explain an
-    unknown field."""
+    """Let a handler's `__init__` translate NeMo's names, accept registered fields, and explain unknown ones."""
     generated = cls.__init__
     names = [name for name in inspect.signature(generated).parameters if name != "self"]
 
@@ -308,8 +307,7 @@ _LEVELS_IN_WORDS = {
 
 
 def _refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> RecipeError | None:
-    """Return the error if this backend, called `name`, does not support its level or does not read one of these fields
-    on any machine."""
+    """Return the error for a level or a field that this backend, called `name`, supports on no machine."""
     compute = registry.get_compute(backend.compute)
     if backend.level not in compute.levels:
         others = ", ".join(other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1)
@@ -423,17 +421,13 @@ def _as_recipe(spec: Any) -> FP8RecipeKwargs:
 
 
 def as_json(recipe: Recipe) -> dict[str, Any]:
-    """Return every field of a recipe as JSON returns it. Functions and other objects become a text without
-    addresses."""
+    """Return a recipe's fields as JSON returns them; objects become a text without addresses."""
     return json.loads(json.dumps(recipe.to_dict(), default=lambda value: re.sub(r" at 0x\w+", "", repr(value))))
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map each field that differs between two recipes to both values, except the name and fields of monitoring.
-
-    Args:
-        before, after: `Recipe.to_dict` or `as_json` of each; one may come from a checkpoint. Only common fields count.
-    """
+    """Map each common field that differs between two recipes to both values, except the name and fields of monitoring.
+    `before`, `after`: `Recipe.to_dict` or `as_json` of each; one may come from a checkpoint."""
     ignored = {"name", *(name for name, field in SETTINGS.items() if field.only_watches)}
     return {
         name: (before[name], value)

@@ -19,8 +19,7 @@ from .strings import AUTO, BackendName, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first. Raises `RecipeError` that begins with the field's
-    place."""
+    """Merge the fields of these places, the strongest first. Raises `RecipeError` with the field's place."""
     naming = _merged_naming(sources)
     fields = dict(naming)
     for source in sources:
@@ -36,8 +35,7 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields that name the backend. Stronger places override parts of the backend string; the string
-    overrides weaker places."""
+    """Merge the naming fields: stronger places override parts of the backend string, which overrides the others."""
     naming: dict[str, Any] = {}
     at = _strongest(sources, "backend")
     name = BackendName(AUTO)
@@ -86,8 +84,7 @@ def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None
 
 
 def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
-    """Return the error if the backend cannot honour these fields; for `auto`, if no backend can that auto may choose on
-    the machine of the training."""
+    """Return the error if the backend, or for `auto` every backend it may choose, cannot honour these fields."""
     backends = [fields.get("backend", AUTO)]
     if backends[0].strip().lower() == AUTO:
         backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]

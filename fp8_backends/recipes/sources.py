@@ -1,6 +1,5 @@
-"""Read recipes from other places as fields of `FP8RecipeKwargs`: Accelerate's handlers, files and environment,
-TransformerEngine's recipe objects, arguments of NeMo and Megatron. Objects are recognized by class name; no library is
-imported."""
+"""Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as fields of
+`FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
 from __future__ import annotations
 
@@ -188,8 +187,7 @@ _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 def unknown_variable(
     written: str, suffix: str, spelling: Callable[[str], str], names: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """Return the error for a name without a field, as the user has `written` it. `spelling`: how the place spells a
-    name."""
+    """Return the error for a name without a field, as `written`; `spelling` spells a variable's name there."""
     objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
@@ -214,8 +212,7 @@ def environment_name(environ: Mapping[str, str] | None = None) -> str:
 
 
 def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*` (any case), without the launcher's
-    defaults."""
+    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the launcher's defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
         return _launched_fields(environ[LAUNCHED])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ...kernels.quantize import dequantize_blocks, quantize_blocks
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle
+from ..products import result_dtype
 from ..refusals import refuse_second_derivative
 
 NAME = "fp8_backends"
@@ -49,8 +50,7 @@ def own_experts(experts: nn.Module, part: str) -> slice:
 
 
 class ExpertWeight(nn.Module):
-    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter. `base`: arguments for another
-    base class."""
+    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter."""
 
     def __init__(self, experts: nn.Module, part: str, **base: Any) -> None:
         super().__init__(**base)
@@ -105,7 +105,7 @@ class ExpertWeights(nn.ModuleDict):
             return WithoutTokens.apply(hidden_states, *shape, *experts.parameters())
         if not in_fp8 or not has_tokens:
             return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        out_dtype, (tokens, k) = _out_dtype(hidden_states), top_k_index.shape
+        out_dtype, (tokens, k) = result_dtype(hidden_states), top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         first = first_weight(experts)
         number = len(own_part(experts, first))
@@ -128,7 +128,7 @@ class ExpertWeights(nn.ModuleDict):
 
     def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
         """Return True if these tokens would be multiplied in FP8 now."""
-        return (experts.training or self.fp8_in_eval) and _out_dtype(hidden_states) in COMPUTE_DTYPES
+        return (experts.training or self.fp8_in_eval) and result_dtype(hidden_states) in COMPUTE_DTYPES
 
     def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
         """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's, or `ROWS` if it has
@@ -145,12 +145,6 @@ class ExpertWeights(nn.ModuleDict):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _register()  # a process that unpickles may have converted nothing
-
-
-def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products with these tokens."""
-    device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
 
 
 def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -230,8 +224,7 @@ def is_expert_parallel(experts: nn.Module) -> bool:
 
 
 def own_part(experts: nn.Module, name: str) -> torch.Tensor:
-    """Return this rank's part of a Parameter in the module's forward, differentiable. transformers' plans put it there;
-    a shard by hand may be a DTensor."""
+    """Return this rank's part of a Parameter in forward, differentiable; only a shard by hand is a DTensor."""
     parameter = getattr(experts, name)
     return parameter.to_local() if is_distributed(parameter) else parameter
 
@@ -300,8 +293,7 @@ _EXCHANGES = (_PARENT, "AutoEP")
 
 
 def install_exchange(experts: nn.Module) -> None:
-    """Let the tokens of a converted experts module travel in FP8, if transformers exchanges them between ranks. Raises
-    `FP8BackendError` for another exchange."""
+    """Let tokens between ranks travel in FP8, if transformers exchanges them. Raises for another exchange."""
     before = experts.__dict__.get("forward")
     implementation = exchange_of(before)
     if implementation is None or isinstance(implementation, FP8AllToAll):
@@ -320,8 +312,7 @@ def _parallelism() -> Any:
 
 
 def exchange_of(forward: Any) -> Any:
-    """Return the exchange of tokens in an experts module's forward by transformers; None for any other forward, and for
-    an implementation without an exchange."""
+    """Return transformers' exchange of tokens in an experts module's forward; None for any other forward."""
     code = getattr(forward, "__code__", None)
     if _parallelism() is None or code is None or "implementation" not in code.co_freevars:
         return None
@@ -347,8 +338,7 @@ def _implementation() -> type:
 
 
 class FP8AllToAll:
-    """transformers' exchange of tokens by all-to-all, as FP8 codes with their scales. Without FP8 products, as in
-    evaluation, tokens travel as before."""
+    """transformers' exchange of tokens by all-to-all, as FP8 codes with scales, or without FP8 products as before."""
 
     before = None
     """The replaced forward of the module."""
@@ -376,10 +366,25 @@ class FP8AllToAll:
         message, ids, ones, state = super()._dispatch_tokens(message, top_k_index, top_k_weights)
         codes, scales = (part.contiguous() for part in message.tensor_split([columns], 1))
         arrived = Quantized(codes.view(E4M3.dtype), scales.view(scales_dtype))
-        route = _Route.of(self, state, _wire_dtype(hidden_states))
-        tokens = _Arrived.apply(hidden_states, route, blocks, *arrived)
+        sent_state = state._replace(top_k_weights=state.top_k_weights.detach())
+        tokens = _Arrived.apply(hidden_states, self, sent_state, _wire_dtype(hidden_states), blocks, *arrived)
         weights.take_codes(tokens, arrived)
         return tokens, ids, ones.to(tokens.dtype), state
+
+    def gradients_back(self, state, wire_dtype: torch.dtype, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of sent tokens from the gradients of arrived tokens."""
+        (rows, visited), columns, dtype = state.top_k_weights.shape, gradient.shape[1], gradient.dtype
+        gradient = gradient.to(wire_dtype).contiguous()
+        pairs = gradient.new_empty(sum(state.send_sizes), columns)
+        group = self.ep_mesh.get_group()
+        dist.all_to_all_single(pairs, gradient, state.send_sizes, state.recv_sizes, group=group)
+        tokens = gradient.new_zeros(rows, columns, dtype=dtype).index_add_(0, state.order // visited, pairs.to(dtype))
+        if self.tp_mesh.size() == 1:
+            return tokens
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = {"shape": (state.num_tokens, columns), "stride": (columns, 1)}  # each rank has sent its part
+        return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
 
     def _combine_tokens(self, expert_output, state):
         """Override the parent's method: weight results in the dtype of an exchange without FP8."""
@@ -390,61 +395,21 @@ class FP8AllToAll:
         return super()._combine_tokens(sent, state)
 
 
-class _Route(NamedTuple):
-    """The way of tokens to this rank, for their gradients to return."""
-
-    order: torch.Tensor
-    """int64 [pairs sent], the pairs in sending order."""
-    visited: int
-    """Experts for each token."""
-    tokens: int
-    """Tokens of this rank."""
-    shared_tokens: int
-    """Tokens of all ranks with the same batch (tensor parallelism); each sends its part."""
-    sent: list[int]
-    received: list[int]
-    ep_group: dist.ProcessGroup
-    tp_mesh: Any
-    dtype: torch.dtype
-    """The dtype of gradients on the wire."""
-
-    @classmethod
-    def of(cls, exchange: FP8AllToAll, state: Any, dtype: torch.dtype) -> _Route:
-        tokens, visited = state.top_k_weights.shape
-        sizes = (visited, tokens, state.num_tokens, state.send_sizes, state.recv_sizes)
-        return cls(state.order, *sizes, exchange.ep_mesh.get_group(), exchange.tp_mesh, dtype)
-
-    def back(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradients of sent tokens from the gradients of arrived tokens."""
-        columns, dtype = gradient.shape[1], gradient.dtype
-        gradient = gradient.to(self.dtype).contiguous()
-        pairs = gradient.new_empty(sum(self.sent), columns)
-        dist.all_to_all_single(pairs, gradient, self.sent, self.received, group=self.ep_group)
-        tokens = gradient.new_zeros(self.tokens, columns, dtype=dtype)
-        tokens.index_add_(0, self.order // self.visited, pairs.to(dtype))
-        if self.tp_mesh.size() == 1:
-            return tokens
-        from torch.distributed.tensor import DTensor, Shard
-
-        whole = {"shape": (self.shared_tokens, columns), "stride": (columns, 1)}
-        return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
-
-
 class _Arrived(torch.autograd.Function):
     """The values of arrived codes; their gradient goes to the sent tokens."""
 
     @staticmethod
-    def forward(ctx, hidden_states, route, blocks, codes, scale_inv):
-        ctx.route, dtype = route, hidden_states.dtype
+    def forward(ctx, hidden_states, exchange, state, wire_dtype, blocks, codes, scale_inv):
+        ctx.exchange, ctx.state, ctx.wire_dtype, dtype = exchange, state, wire_dtype, hidden_states.dtype
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return dequantize_blocks(Quantized(codes, scale_inv), blocks, exact).to(dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         refuse_second_derivative()
-        return ctx.route.back(gradient), None, None, None, None
+        return ctx.exchange.gradients_back(ctx.state, ctx.wire_dtype, gradient), *(None,) * 6
 
 
 def _wire_dtype(values: torch.Tensor) -> torch.dtype:
     """Return the dtype of results and gradients on the wire: bf16 if products return it, else their own."""
-    return torch.bfloat16 if _out_dtype(values) == torch.bfloat16 else values.dtype
+    return torch.bfloat16 if result_dtype(values) == torch.bfloat16 else values.dtype

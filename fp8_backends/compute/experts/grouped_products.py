@@ -29,10 +29,10 @@ BY_ROWS, _PLAIN = "rowwise", "plain"
 class Groups(NamedTuple):
     """The assignment of sorted rows to groups.
 
-    On a GPU, groups of an operand begin at multiples of 16, as the kernel's loads require, with zero codes in between.
-    The number of places is the largest possible, so that nobody reads the sizes. A group without rows gets 16 rows of
-    zeros, and hence a gradient of zeros. Elsewhere the last four fields are None. Rows after the last group belong to
-    none: zeros in an operand, and undefined in a result.
+    On a GPU, groups of an operand begin at multiples of 16, as the kernel's loads require, with zero codes in between
+    and the largest possible number of places, so that nobody reads the sizes. A group without rows gets 16 rows of
+    zeros. Elsewhere the last four fields are None. Rows after the last group are zeros in an operand, undefined in a
+    result.
     """
 
     ids: torch.Tensor

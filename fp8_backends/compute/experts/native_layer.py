@@ -69,8 +69,7 @@ def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
 
 
 def _cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
-    """Yield (mesh, dimension of the weight, size of each packed weight in it) for each mesh of a tensor-parallel plan
-    that cuts every expert."""
+    """Yield (mesh, dimension of the weight, size of each packed weight) for each mesh that cuts every expert."""
     if not (is_parallel(experts) and is_distributed(weight)):
         return
     mesh = weight.device_mesh

@@ -26,7 +26,7 @@ from ...tensors.sharded_tensor import is_distributed
 from ...torch_tools.backward_end import inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product
+from ..products import plain_product, result_dtype
 from ..refusals import refuse_second_derivative
 
 aten = torch.ops.aten
@@ -60,8 +60,7 @@ class DefersLogits(nn.Module):
         self.fp8_is_ordinary = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        out_dtype = result_dtype(input)
         if torch.compiler.is_compiling() or not self._may_defer(input, out_dtype):
             return super().forward(input)
         return _Defer.apply(input, self.weight, self.bias, Pending(self, input, out_dtype))
@@ -321,16 +320,14 @@ class HeadProducts:
         self.out_dtype = out_dtype
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, vocabulary] of the products' dtype from x [tokens, hidden]. Keeps the operand of this chunk's
-        weight gradient."""
+        """Return [tokens, vocabulary] from x [tokens, hidden], and keep this chunk's operand of wgrad."""
         self.x = x.to(self.out_dtype)
         return self.biased(plain_product(self.x, self.matrix))
 
     def gradients(
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dx [tokens, hidden] and dw [vocabulary, hidden] of the last chunk, as requested, from dlogits [tokens,
-        vocabulary]. All of the products' dtype."""
+        """Return the last chunk's dx [tokens, hidden] and dw [vocabulary, hidden], as requested."""
         dx = plain_product(dlogits, self.matrix.t()) if of_input else None
         dw = plain_product(dlogits.t(), self.x.t()) if of_weight else None
         return dx, dw

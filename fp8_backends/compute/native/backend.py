@@ -23,7 +23,7 @@ from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
-from ..counts import KINDS, ProductCounts
+from ..counts import ProductCounts
 from ..experts import native_layer as fp8_experts
 from ..experts.grouped_products import grouped_engine_for
 from ..experts.native_layer import FP8Experts, FP8ExpertWeight
@@ -148,9 +148,6 @@ class NativeCompute(Compute):
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()
 
-    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
-
     def transient_bytes_per_element(self, module: FP8Products) -> float:
         # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
         # weight stored in FP8 is its own codes
@@ -254,8 +251,7 @@ def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Group the states of all layers of this rule by (device, rule, size), one computation each. Returns live states
-    and a stacked copy with all amaxes so far."""
+    """Group the states of this rule by (device, rule, size): live states, and a stacked copy with all amaxes."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:

@@ -34,8 +34,7 @@ from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows: a `comm.gathers.Travelling`, documented there. Codes and scales
-    have the weight's layout."""
+    """The codes of one layer's weight, sharded by rows, in its layout: a `comm.gathers.Travelling`."""
 
     dimensions = 2
     """The dimensions of the weight."""

@@ -102,8 +102,7 @@ class LayerRule(NamedTuple):
 
     @property
     def gathers_codes(self) -> bool:
-        """Return True if an input split over ranks by tokens is gathered as codes: one scale, so that they serve all
-        its products."""
+        """Return True if an input split by tokens is gathered as codes: one scale serves all products."""
         fprop, _, wgrad = self.high_precision
         return self.fp8_activations and self.along is None and not (fprop or wgrad)
 
@@ -174,8 +173,7 @@ def _in_blocks(
     split: Split | None,
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
-    """Run `quantization.quantize_blocks` on this rank's part of a matrix. No block crosses ranks, except whole rows of
-    a matrix cut along them."""
+    """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
     is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
@@ -195,8 +193,7 @@ class Stored(NamedTuple):
     data: torch.Tensor
     """FP32, bf16 or fp16; FP16 or FP8 of a `ScaledTensor`."""
     scale_inv: torch.Tensor | None
-    """FP32, 0-dimensional, or one for each block of SQUARES, or the scales of gathered codes; None: the data are the
-    values."""
+    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the values."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, product: str = gathered_codes.FPROP) -> Stored:
@@ -244,8 +241,7 @@ class Stored(NamedTuple):
         return quantized(self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax)
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None) -> Quantized:
-        """Quantize with a scale for each block of `data`, or of its transpose. Stored FP8 codes have one scale in every
-        block."""
+        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every block."""
         if self.is_in(fmt):
             codes = self.data.t() if transposed else self.data
             if self.scale_inv.dim():  # an FP8 checkpoint's, in SQUARES

@@ -32,8 +32,8 @@ from ...tensors.statistics import Cast, in_blocks
 from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product, wgrad_dtype
-from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms
+from ..products import plain_product, result_dtype, wgrad_dtype
+from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
 from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
@@ -79,9 +79,7 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        in_fp8 = self.training or self.fp8_rule.fp8_in_eval
+        out_dtype, in_fp8 = result_dtype(input), self.training or self.fp8_rule.fp8_in_eval
         if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
@@ -98,12 +96,7 @@ class FP8Products(KeepsLedger):
         x, weight, bias, cut = operands[:4]
         stored = Stored.of(weight)
         matrix = self._matrix(stored)
-        in_features = matrix.data.shape[1]
-        if x.shape[-1] != in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
-                f"its last dimension must be {in_features}"
-            )
+        refuse_width(x, matrix.data.shape[1])
         state = self.fp8_scaling
         recorded = state if differentiable and self.training else None
         x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
@@ -141,8 +134,7 @@ class FP8Products(KeepsLedger):
     def _quantized_weight(
         self, weight: Stored, cut: Cut | None, for_dgrad: bool, recorded: torch.Tensor | None
     ) -> Layouts:
-        """Quantize w [out, in] for fprop, and for dgrad if the same codes serve; empty for a weight stored in FP8.
-        `recorded`: the state that keeps its amax."""
+        """Quantize w [out, in] for fprop, and dgrad if the same codes serve; empty for a weight stored in FP8."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         # kept codes serve all later forwards
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
@@ -317,8 +309,7 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
 
 
 def is_checkpointed() -> bool:
-    """Return True if backward may run this forward again. A checkpoint with `use_reentrant` looks like any other
-    forward without gradients."""
+    """Return True if backward may run this forward again; `use_reentrant` looks like a forward without gradients."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():

@@ -33,17 +33,15 @@ FPROPS = 2
 
 
 class Ledger:
-    """The counts of one layer with any number of scaling states, the first of them `first` (expert parallelism), and
-    the uncollected notes of its compiled code: int32, amaxes as FP32 bits, since wrappers cast floating-point
-    tensors."""
+    """The counts of one layer with any number of scaling states (from `first` on), and the uncollected notes of its
+    compiled code: int32, amaxes as FP32 bits, since wrappers cast floating-point tensors."""
 
     def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
         self.first = first
         self.counts = ProductCounts()
         """Eager code's products."""
         self.of_forward = torch.zeros((3, states), dtype=torch.int32, device=device)
-        """Compiled code's largest amaxes of INPUT and WEIGHT, and its number of fprops, the same for all states; one
-        tensor, hence one kernel."""
+        """Compiled code's largest amaxes of INPUT and WEIGHT, and its fprops; one tensor, hence one kernel."""
         self.dgrads_wgrads = torch.zeros(2, dtype=torch.int32, device=device)
         """Compiled code's numbers of dgrads and wgrads."""
         self.grad_output = torch.zeros(states, dtype=torch.int32, device=device)
@@ -75,8 +73,7 @@ class Ledger:
         noted.copy_(new)
 
     def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
-        """Return the place for a cast to record its amax: FP32 bits in int32, 0-dimensional; None if it records none,
-        as in compiled code."""
+        """Return the place for a cast to record its amax, FP32 bits in int32; None if it records none."""
         if state is None or torch.compiler.is_compiling() or (tensor == WEIGHT and rule.scaling == "window"):
             return None
         return state.select(0, tensor).select(0, HISTORY)
@@ -106,8 +103,7 @@ class Ledger:
 
 
 class SharedCodes:
-    """Codes for several layers to read (of an activation) or several microbatches of a step (of a weight). One for all
-    layers of a prepared model."""
+    """Codes for several layers (of an activation) or microbatches (of a weight) of a prepared model."""
 
     def __init__(self, keeps_weights: bool = False) -> None:
         self.keeps_weights = keeps_weights
@@ -221,8 +217,7 @@ class KeepsLedger(nn.Module):
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
-    """Move the amaxes noted by compiled code from these layers' ledgers to their stacked states, int32 [states, 3, 2 +
-    history length], in place."""
+    """Move amaxes noted by compiled code to the stacked states, int32 [states, 3, 2 + history length], in place."""
     of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
     take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
     of_backward = take([ledger.grad_output for ledger in ledgers])

@@ -129,8 +129,7 @@ _thread = _Thread()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8 before its forward, and leave it
-    afterwards, also after an error."""
+    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8, and leave it."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -180,8 +179,7 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 
 def _running_calls() -> list[FrameType | None]:
-    """Return the module calls that run in this thread, the innermost first, then None for compiled ones, which have no
-    frame."""
+    """Return this thread's module calls, the innermost first, then None for compiled ones, without a frame."""
     calls: list[FrameType | None] = []
     frame = inspect.currentframe()
     while frame is not None:
@@ -228,8 +226,7 @@ _running = _Running()
 
 
 def _count_products() -> None:
-    """Wrap the functions that multiply, unless they are. Raises `FP8BackendError` if this TransformerEngine has
-    others."""
+    """Wrap the functions that multiply, once. Raises `FP8BackendError` if TransformerEngine has others."""
     if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
         raise FP8BackendError(
             f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
@@ -253,8 +250,7 @@ def _counted(multiply: Callable) -> Callable:
 
 
 def _is_fp8(operand: Any) -> bool:
-    """Return True for a quantized tensor of TransformerEngine, which has an FP8 dtype in all versions, or a list of
-    them (grouped products)."""
+    """Return True for TransformerEngine's quantized tensor, or a list of them (grouped products)."""
     parts = operand if isinstance(operand, (list, tuple)) else [operand]
     return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)
 
@@ -285,8 +281,7 @@ class TELayer:
     set_extra_state = nn.Module.set_extra_state
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Multiply the rows of x, in the region of the root's forward or in one for this layer. `_multiply` takes the
-        arguments."""
+        """Multiply the rows of x, in the region of the root's forward or in one for this layer."""
         state = self.te_state
         if inside_backward():
             return self._recomputed(x, *arguments)
@@ -341,8 +336,7 @@ class TELayer:
             self.te_used_scale = self.delayed_state("forward").scale.clone()
 
     def delayed_state(self, direction: str) -> Any:
-        """Return TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history`
-        [L, n]; None before the first forward."""
+        """Return TransformerEngine's recipe state, `scale` [n] and `amax_history` [L, n]; None before any forward."""
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
@@ -393,8 +387,7 @@ class TELayer:
             live.amax_history.copy_(state[f"{direction}_amax_history"])
 
     def _fresh(self) -> dict[str, Any]:
-        """Return the attributes of a layer that has not run: ours, and TransformerEngine's except for the constructor's
-        arguments."""
+        """Return a fresh layer's attributes: ours, and TransformerEngine's but for the constructor's arguments."""
         recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
             "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state

@@ -1,5 +1,4 @@
-"""The layers of `te` for a Linear and for transformers' `Conv1D`. Imports TransformerEngine, so it is imported when a
-layer is converted or unpickled."""
+"""The layers of `te` for Linear and `Conv1D`. Imports TransformerEngine, so it is imported with a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from ...tensors.scaled_tensor import ScaledTensor
 from ..conv1d import conv1d_form
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..refusals import saved_by_name
+from ..products import result_dtype
+from ..refusals import refuse_width, saved_by_name
 from . import weights
 from .layer import ModelState, TELayer
 
@@ -66,16 +66,10 @@ class TEProducts(TELayer, te.Linear):
         return weights.transposed(self.weight) if is_frozen else self.weight.t()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        in_fp8 = self.training or self.te_state.in_eval
+        in_fp8, dtype = self.training or self.te_state.in_eval, result_dtype(input)
         if not in_fp8 or dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return F.linear(input, weights.plain(self.matrix), self.bias)
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(input.shape)}; "
-                f"its last dimension must be {self.in_features}"
-            )
+        refuse_width(input, self.in_features)
         return self._forward_in_fp8(input)
 
     @torch.compiler.disable

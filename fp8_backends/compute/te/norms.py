@@ -22,6 +22,7 @@ from torch import nn
 from ...tensors.sharded_tensor import full_shape
 from ...torch_tools.modules import forward_obstacle
 from ..interface import COMPUTE_DTYPES, Norm
+from ..products import result_dtype
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -30,8 +31,7 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Return every normalisation layer over the last dimensions in `root` except swapped ones, with its carrier or the
-    reason against one."""
+    """Return the unswapped norms over last dimensions in `root`, with carrier or the reason against one."""
     modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
     return [_norm(module, in_eval) for module in modules if _is_norm(module)]
 
@@ -98,8 +98,7 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
 
 @torch.no_grad()
 def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
-    """Return True if the module computes the formula, tried on a copy with other Parameters: FP32, on the CPU, without
-    hooks."""
+    """Return True if a copy of the module with other Parameters computes the formula in FP32, on the CPU."""
     # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of `features` squares in
     # FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
@@ -154,10 +153,8 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_use = self.training or self.te_in_eval
-        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+        if not in_use or result_dtype(x) not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
             return original.forward(self, x)
         return in_te(self, x)
 

@@ -52,8 +52,7 @@ class NamedDelayedScaling(te_recipe.DelayedScaling):
 
 
 def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
-    """Make TransformerEngine's recipe for a resolved one. Raises `RecipeError` if this version lacks the scaling
-    rule."""
+    """Make TransformerEngine's recipe. Raises `RecipeError` if this version lacks the scaling rule."""
     recipe_class = getattr(te_recipe, _CLASSES[recipe.scaling], None)
     if recipe_class is None:
         raise RecipeError(

@@ -56,8 +56,7 @@ def for_te(
 
 
 def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
-    """Cast each expert's part of `weight`, [experts, out, in] or, if `is_transposed`, [experts, in, out], for every
-    forward."""
+    """Cast each expert's part of `weight`, [experts, out, in] or transposed, for every forward."""
     parts = zip(weight._data.unbind(), quantizers, strict=True)
     return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
 

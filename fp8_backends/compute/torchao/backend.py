@@ -212,8 +212,7 @@ def _check_config(recipe: Recipe) -> None:
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:
-    """Return True if the user set `enable_fsdp_float8_all_gather`. The default of Accelerate's handlers, on, does not
-    count."""
+    """Return True if the user set `enable_fsdp_float8_all_gather`, unlike Accelerate's default."""
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
@@ -268,8 +267,7 @@ def _cpu_product() -> torch.library.Library:
 def _scaled_mm(
     a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
 ) -> torch.Tensor:
-    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs. Scales have one
-    element, or shapes [m, 1] and [1, n]."""
+    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs."""
     if scale_a.numel() == scale_b.numel() == 1:
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     product = exact_product(a, scale_a, b.t(), scale_b.t(), torch.float32, torch.float32)
