@@ -99,12 +99,6 @@ def block_scaled_product(
     return product.to(out_dtype)
 
 
-def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products with x: the autocast dtype if autocast is on, else its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU without products of this
     dtype in hardware multiplies in FP32 and rounds once."""

@@ -25,7 +25,7 @@ from ...kernels.quantize import dequantize_blocks, quantize_blocks
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle
-from ..products import result_dtype
+from ..counts import result_dtype
 from ..refusals import refuse_second_derivative
 
 NAME = "fp8_backends"

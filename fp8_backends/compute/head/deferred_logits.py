@@ -24,9 +24,9 @@ from ...kernels.triton_gate import PLAIN
 from ...tensors.scaled_tensor import stored_parts
 from ...tensors.sharded_tensor import is_distributed
 from ...torch_tools.backward_end import inside_backward
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, result_dtype
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product, result_dtype
+from ..products import plain_product
 from ..refusals import refuse_second_derivative
 
 aten = torch.ops.aten

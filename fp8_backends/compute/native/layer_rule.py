@@ -6,19 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats import scaling
 from ...formats.formats import Format
-from ...formats.scaling import (
-    MX,
-    ROWS,
-    SQUARES,
-    VECTORS,
-    WEIGHT,
-    Blocks,
-    Quantized,
-    delayed_scale,
-    new_delayed_state,
-    new_window_state,
-)
+from ...formats.scaling import MX, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...tensors import gathered_codes
@@ -126,8 +116,8 @@ class LayerRule(NamedTuple):
 def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
     """Return a fresh state for one weight matrix; None for a rule without state."""
     if rule.scaling == "delayed":
-        return new_delayed_state(history_len, device)
-    return new_window_state(device) if rule.scaling in STATEFUL else None
+        return scaling.new_delayed_state(history_len, device)
+    return scaling.new_window_state(device) if rule.scaling in STATEFUL else None
 
 
 def quantized(
@@ -152,7 +142,7 @@ def quantized(
     if rule.along is not None:
         blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
-    scale = delayed_scale(state, tensor) if rule.scaling == "delayed" else None
+    scale = scaling.delayed_scale(state, tensor) if rule.scaling == "delayed" else None
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
     of_amax = {"rule": DYNAMIC}

@@ -8,19 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ...formats.scaling import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    Quantized,
-    delayed_scale,
-    power_of_two_scale,
-    record_amax,
-    record_window_amax,
-    scale_from_amax,
-    tensor_amax,
-    window_scale,
-)
+from ...formats import scaling
+from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes
@@ -30,9 +19,10 @@ from ...tensors.scaled_tensor import ScaledTensor, quantize
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast, in_blocks
 from ..conv1d import conv1d_form
+from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product, result_dtype, wgrad_dtype
+from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
 from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
@@ -160,7 +150,7 @@ class FP8Products(KeepsLedger):
 
     def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
         """Record an amax that no cast has recorded."""
-        (record_amax if self.fp8_rule.scaling == "delayed" else record_window_amax)(state, tensor, amax)
+        (scaling.record_amax if self.fp8_rule.scaling == "delayed" else scaling.record_window_amax)(state, tensor, amax)
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
@@ -192,15 +182,15 @@ class FP8Products(KeepsLedger):
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
         if rule.along is not None:
             return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
-        amax = tensor_amax(matrix)
+        amax = scaling.tensor_amax(matrix)
         if rule.scaling == "delayed":
-            scale = delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
+            scale = scaling.delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
         elif rule.scaling == "dynamic":
-            scale = scale_from_amax(amax, fmt)
+            scale = scaling.scale_from_amax(amax, fmt)
         elif tensor == WEIGHT:
-            scale = power_of_two_scale(amax, fmt)
+            scale = scaling.power_of_two_scale(amax, fmt)
         else:
-            scale = window_scale(self.fp8_scaling, tensor, amax, fmt)
+            scale = scaling.window_scale(self.fp8_scaling, tensor, amax, fmt)
         return Cast(matrix, fmt, amax, scale)
 
     def _cast_by_optimizer(self, weight: torch.Tensor, stored: Stored) -> Cast | None:
@@ -208,7 +198,7 @@ class FP8Products(KeepsLedger):
             return None
         exact = self._matrix(Stored(weight.exact(torch.float32), None)).data
         scale = stored.scale_inv.reciprocal()
-        return Cast(exact, self.fp8_rule.forward_format, tensor_amax(exact), scale, codes=stored.data)
+        return Cast(exact, self.fp8_rule.forward_format, scaling.tensor_amax(exact), scale, codes=stored.data)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

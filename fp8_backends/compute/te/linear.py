@@ -12,9 +12,9 @@ from torch import nn
 
 from ...tensors.scaled_tensor import ScaledTensor
 from ..conv1d import conv1d_form
+from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..products import result_dtype
 from ..refusals import refuse_width, saved_by_name
 from . import weights
 from .layer import ModelState, TELayer

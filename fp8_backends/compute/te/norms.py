@@ -21,8 +21,8 @@ from torch import nn
 
 from ...tensors.sharded_tensor import full_shape
 from ...torch_tools.modules import forward_obstacle
+from ..counts import result_dtype
 from ..interface import COMPUTE_DTYPES, Norm
-from ..products import result_dtype
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
