@@ -1,14 +1,12 @@
 """All facts about chips: the backends that multiply FP8 matrices on each, and the precision to train in.
 
-Nothing here asks the machine; `hardware` finds its chip in this table. Sources: for TransformerEngine its own rules
-(`is_fp8_available` and so on, version 2.20); for TorchAO and native the operands of `torch._scaled_mm` and
-`torch.nn.functional.scaled_mm`; for the advice the vendors' tables of matrix instructions, and for Ada reports of FP8
-without speed (TransformerEngine issue 972, torchtitan issue 548).
+Sources: TransformerEngine's own rules (`is_fp8_available` and so on, version 2.20); the operands of `torch._scaled_mm`
+and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions, and for Ada reports of FP8 without
+speed (TransformerEngine issue 972, torchtitan issue 548).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 from .fields import check_known, parsed, word
@@ -116,11 +114,8 @@ PRODUCTS = {
 
 
 def product_named(name: str) -> Product:
-    """Return the chip with a name: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper".
-
-    Raises:
-        RecipeError: no such name, with the nearest one.
-    """
+    """Return the chip with a name: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper". Raises
+    `RecipeError`, with the nearest name, for any other."""
     key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
     check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]
@@ -204,9 +199,6 @@ def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf1
     if chip.advice.precision != "fp8" or auto_on(chip).backend == "native":
         return chip.advice
     return chip.advice._replace(backend=_TORCHAO.backend)
-
-
-# FP8 products by backend and chip
 
 
 def release(version: tuple[int, int]) -> str:
@@ -311,44 +303,20 @@ TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _
 """Cells by backends, those with the same products together, and by chip."""
 
 
-class Support(NamedTuple):
-    """The products of some backends on one chip."""
-
-    backends: tuple[str, ...]
-    state: State
-    reason: str
-    """Empty without a note."""
-    install: str
-
-
 def cell_of(backend: str, chip: Chip) -> Cell | None:
     """Return the cell of a backend such as "native:dynamic"; None for another package's backend."""
     return next((cells[chip] for backends, cells in TABLE.items() if backend in backends), None)
 
 
-@functools.cache
-def multiplies(backend: str, gpu: tuple[int, int] | str, cuda: tuple[int, int] | None) -> bool:
-    """Return True if this GPU's FP8 matrix units run this backend's products, with a PyTorch for that CUDA."""
-    return cell_of(backend, chip_of(gpu)).state_with(cuda) == FP8
-
-
-def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
-    """List every backend's products on a chip, with a PyTorch for that release of CUDA (None: new enough)."""
-    table = []
-    for backends, cells in TABLE.items():
-        cell = cells[chip]
-        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
-        table.append(Support(backends, cell.state_with(cuda), str(NOTES.get(cell.note, "")), install))
-    return table
-
-
 def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return a chip and every backend's products on it, as plain values."""
-    products = [support._asdict() for support in supports(chip, cuda)]
+    """Return a chip and every backend's products on it, with a PyTorch for that release of CUDA (None: new enough)."""
+    products = []
+    for backends, cells in TABLE.items():
+        state, reason = cells[chip].state_with(cuda), str(NOTES.get(cells[chip].note, ""))
+        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
+        products.append({"backends": backends, "state": state, "reason": reason, "install": install})
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
-
-# As text
 
 SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 

@@ -52,8 +52,7 @@ class Conv1DForm:
 
 @functools.cache
 def conv1d_form(products: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return the `Conv1D` with a backend's FP8 products. Pickles find it as `name` in the module of `products`, through
-    a module-level `__getattr__`."""
+    """Return the `Conv1D` with a backend's FP8 products; pickles find it by a module-level `__getattr__`."""
     from transformers.pytorch_utils import Conv1D
 
     return type(name, (Conv1DForm, products, Conv1D), {"__module__": products.__module__})

@@ -1,8 +1,10 @@
-"""Counts of the three products of a layer in FP8."""
+"""Counts of the three products of a layer in FP8, and the dtype of their results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
 RECOMPUTED = "recomputed"
@@ -24,3 +26,9 @@ class ProductCounts:
     def add(self, kind: str, number: int = 1) -> None:
         """Count more products of a kind: one of KINDS, or RECOMPUTED."""
         setattr(self, kind, getattr(self, kind) + number)
+
+
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of products with x: the autocast dtype if autocast is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,9 +1,5 @@
-"""Declare a field of a recipe: its values, its default, and the rules and levels that read it.
-
-The declaration gives flags of `fp8-backends launch`, variables `ACCELERATE_FP8_*`, keys of a YAML file, NeMo's and
-Megatron's names, and the table in the documentation. This package's own fields are in `recipes.fields`; a backend may
-declare more.
-"""
+"""Declare a field of a recipe: its values, its default, and the rules and levels that read it. This package's own
+fields are in `recipes.fields`; a backend may declare more."""
 
 from __future__ import annotations
 
@@ -123,9 +119,6 @@ class Field:
         return self.default_of_scaling.get(scaling, self.default)
 
 
-# Parsers
-
-
 def _takes(values: str) -> Callable:
     """Name a parser's values."""
 
@@ -149,19 +142,16 @@ def flag(value: Any) -> bool:
     raise ValueError("must be True or False")
 
 
-def whole_number(minimum: int | None = None, maximum: int | None = None) -> Callable[[Any], int]:
-    """Return the parser of a whole number from `minimum` to `maximum`. None: no bound."""
-    lowest, highest = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
-    if maximum is not None:
-        wanted = f"a whole number from {lowest} to {maximum}"
-    else:
-        wanted = "a whole number" + ("" if minimum is None else f" of at least {minimum}")
+def whole_number(minimum: float = -math.inf, maximum: float = math.inf) -> Callable[[Any], int]:
+    """Return the parser of a whole number from `minimum` to `maximum`."""
+    bounds = f" of at least {minimum}" if minimum > -math.inf else ""
+    wanted = f"a whole number{f' from {minimum} to {maximum}' if maximum < math.inf else bounds}"
 
     @_takes(wanted)
     def parse(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,100}", value.strip()):
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise ValueError(f"must be {wanted}")
         return value
 
@@ -226,9 +216,6 @@ def amax_algorithm(value: Any) -> str:
             "whose zeros, infs and NaNs go other ways"
         )
     return one_of("max", "most_recent")(value)
-
-
-# Words in errors
 
 
 def closest(word: str, words: Iterable[str]) -> str:

@@ -1,6 +1,4 @@
-"""Frozen FP8 weights (`fp8_params`): untrained weights stored in FP8 in the model's own Parameters.
-
-The common part of `te` and `native`: the refusals, and the swap in and out. Each stores them in its own tensor.
+"""Frozen FP8 weights (`fp8_params`) in `te` and `native`: the refusals, and the swap in and out.
 
 A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer that
 rounds to nearest would lose nearly all of them. The levels from O3 on train FP8 weights.
@@ -64,12 +62,8 @@ def freeze(
     quantized: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
     make_plain: Callable[[nn.Module], None],
 ) -> None:
-    """Swap the weights of these layers of `root` for `quantized(weight, layer)`. Repeating it does nothing; ties
-    stay. `make_plain` undoes it when a layer is restored.
-
-    Raises:
-        FP8BackendError: a weight is sharded, or held by something else. No weight has changed then.
-    """
+    """Swap these layers' weights for `quantized(weight, layer)`, once, with their ties; `make_plain` undoes it on
+    restoring. Raises `FP8BackendError`, without a change, for a weight that is sharded, or held by something else."""
     new = {name: layer for name, layer in layers.items() if not is_frozen(layer.weight)}
     for name, layer in new.items():
         if is_distributed(layer.weight):  # sharded since it was frozen

@@ -71,7 +71,7 @@ def fp8_products() -> bool:
 
 def gpu_multiplies(scaling: str, device: torch.device) -> bool:
     """Return True if a GPU has the FP8 products of `native` with this scaling rule."""
-    return chips.multiplies(f"native:{scaling}", _gpu(device), cuda_release())
+    return chips.cell_of(f"native:{scaling}", gpu_chip(device)).state_with(cuda_release()) == chips.FP8
 
 
 def advice(te_runs: bool = False) -> Advice:
@@ -91,12 +91,9 @@ def torch_release() -> tuple[int, int]:
 
 
 def cpu_bf16() -> bool:
-    """Return True if this CPU has instructions for bf16 products, and PyTorch uses them in its present settings.
-
-    Otherwise PyTorch's bf16 products take from 7 to 1,000 times as long as FP32's, depending on the layout. oneDNN may
-    be missing (Apple) or switched off (`torch.backends.mkldnn.enabled`). Its own answer is not enough: it serves bf16
-    on any AVX-512 by way of FP32, in four times the time of an FP32 product.
-    """
+    """Return True if this CPU has instructions for bf16 products, and PyTorch uses them: without oneDNN (Apple, or
+    switched off) they take up to 1,000 times as long as FP32's. oneDNN's own answer is not enough: it serves bf16 on
+    any AVX-512 by way of FP32, in four times the time."""
     return torch.backends.mkldnn.enabled and _cpu_has_bf16()
 
 

@@ -1,8 +1,6 @@
-"""The base class of all backends, `Compute`.
+"""The base class of all backends, `Compute` (docs/extending.rst).
 
-A backend converts a single `nn.Linear`. Walking a model, choosing layers, and keeping Parameters, hooks and ties alive
-is done once for all backends (`training.conversion`). Four methods are abstract; the others do nothing until a backend
-overrides them.
+A backend converts a single `nn.Linear`; `convert.conversion` walks a model, and keeps Parameters, hooks and ties alive.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from ..formats.scaling import Quantized
 from ..tensors.sharded_tensor import full_shape
 from ..tensors.statistics import Cast
 from ..torch_tools.modules import plain_name
-from .counts import ProductCounts
+from .counts import KINDS, ProductCounts
 from .experts.functions import ExpertWeights
 from .fields import Field
 from .hardware import Availability
@@ -84,8 +82,6 @@ class Compute(ABC):
     def check(self, recipe: Recipe) -> None:
         """Raise `RecipeError` for a resolved recipe that no machine can honour. Reads no hardware."""
 
-    # Layers
-
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         """Return the reason to keep this layer in high precision, or None if it can run in FP8."""
         if linear.weight.dtype not in COMPUTE_DTYPES:
@@ -104,14 +100,9 @@ class Compute(ABC):
 
     @abstractmethod
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """Return a carrier: a module that computes `linear` in FP8 and holds the same Parameter objects.
-
-        Conversion moves its class and its added attributes onto `linear`, so that the module object, its Parameters,
-        hooks, flags and every other reference to it survive.
-
-        Args:
-            shared: the result of `new_shared` for this model.
-        """
+        """Return a carrier: a module that computes `linear` in FP8 and holds the same Parameter objects. Conversion
+        moves its class and its added attributes onto `linear`, so that the module object, its Parameters, hooks, flags
+        and every other reference to it survive. `shared`: the result of `new_shared`."""
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
         """Do as `build` for transformers' `Conv1D` with its weight [in, out], if `takes_conv1d`.
@@ -149,26 +140,20 @@ class Compute(ABC):
         """Return this backend's FP8 layers in `root` by their plain names."""
         return {plain_name(name): module for name, module in root.named_modules() if self.is_converted(module)}
 
-    # Products
-
     @abstractmethod
     def engine(self, module: nn.Module) -> str:
         """Name the engine for this layer's products on the weight's device: `scaled_mm`, `bf16-exact`, …"""
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the kinds (fprop, dgrad, wgrad) kept in high precision by this recipe."""
-        return ()
+        return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
     def products(self, module: nn.Module) -> ProductCounts | None:
-        """Count the FP8 products of a converted layer since it was prepared. None if layers do not count: then one
-        profiled step proves them."""
+        """Count a layer's FP8 products since it was prepared. None: one profiled step proves them."""
         return None
 
-    # Weights and their FP8 codes
-
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
-        """Swap weights of the prepared root for a form of the backend's own, if the recipe asks for it. Levels store
-        theirs afterwards."""
+        """Swap weights for a form of the backend's own, if the recipe asks for it; levels store theirs afterwards."""
 
     def transient_bytes_per_element(self, module: nn.Module) -> float:
         """Return bytes per weight element of copies kept from forward to backward, such as the weight's FP8 codes."""
@@ -192,17 +177,10 @@ class Compute(ABC):
         return {}
 
     def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast of a tensor by this converted layer in the running forward or backward; None without a cast,
-        or if it is not known.
-
-        Args:
-            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `formats.scaling`.
-            values: the layer's input [..., in_features], the Parameter of its weight, or the gradient of its output
-                [..., out_features].
-        """
+        """Return the cast of a tensor (INPUT, WEIGHT or GRAD_OUTPUT of `formats.scaling`) by this converted layer in
+        the running forward or backward; None without a cast, or if it is not known. `values`: the layer's input [...,
+        in_features], the Parameter of its weight, or the gradient of its output [..., out_features]."""
         return None
-
-    # Scaling rules that remember earlier steps
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         """Take note that an optimizer step has changed the weights of the prepared root."""
@@ -232,12 +210,7 @@ def check_saved_states(
     saved: Mapping[str, torch.Tensor],
     check: Callable[[torch.Tensor, str, str], None],
 ) -> None:
-    """Raise `FP8BackendError` if a saved scaling state differs from the model's in names, dtypes or shapes, or holds
-    wrong numbers.
-
-    Args:
-        check: raises for wrong numbers of one saved state, given its name and an advice.
-    """
+    """Raise `FP8BackendError` for a saved scaling state with other names, dtypes or shapes, or if `check` does."""
     if current.keys() != saved.keys():
         old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, current))
         only = {"only the checkpoint has": old - new, "only this model has": new - old}

@@ -1,20 +1,11 @@
 """The functions behind every FP8 product, and their engines.
 
-All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]. Hopper's FP8 units take only
-row-major operands, so that the contraction runs along contiguous memory; other engines take views as well.
+All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]: the contraction runs along
+contiguous memory, as Hopper's FP8 units need it. A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them),
+never two E5M2 operands, and a bf16 output with scales per row. Every device keeps the last two rules.
 
-    fprop   y  [tokens, out] = x  [tokens, in]  @ (w [out, in]).T
-    dgrad   dx [tokens, in]  = dy [tokens, out] @ (w.T [in, out]).T
-    wgrad   dw [out, in]     = dy.T [out, tokens] @ (x.T [in, tokens]).T
-
-A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them), never two E5M2 operands, and a bf16 output with
-scales per row. Every device keeps the last two rules: code that passes on a laptop is valid on a GPU.
-
-Block scales are powers of two along the contraction. TransformerEngine adds the parts of the contraction in FP32,
-`y = y + (a.codes @ b.codes.T of the part) * a.scale_inv * b.scale_inv`. Multiplied into the codes first, such scales
-round nothing, and one matrix product adds up the same products of pairs. Engines without block scales do so, hence all
-engines agree up to the order of the FP32 sums and one rounding to the result's dtype. In bf16, which ends at 2**-133,
-this holds for blocks with a largest value of at least 2**-115 (E5M2 reaches further below its maximum: 2**-101).
+Engines without block scales multiply these powers of two into the codes, which rounds nothing in FP32, and in bf16 for
+blocks with a largest value of at least 2**-115: all engines agree up to the order of the FP32 sums, and one rounding.
 """
 
 from __future__ import annotations
@@ -41,12 +32,9 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
     """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands for all rules
     without block scales).
 
-    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units. Block scales: 1 x 128 (`blockwise`) on Hopper, 1 x 32
-      (`mxfp8`) on Blackwell.
-    - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product of the codes with FP32 accumulation is
-      the same product. Used for bf16 results on a CPU with bf16 products in hardware.
-    - `fp32-exact`: the same in FP32, for all else on a CPU: without the hardware a bf16 product takes 7 to 1,000 times
-      as long, and `torch._scaled_mm` is this very product or, on some chips, as slow.
+    - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32 (`mxfp8`) on Blackwell.
+    - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU with bf16 products.
+    - `fp32-exact`: the same in FP32, for all else on a CPU.
     - `emulated`: the codes in FP32, for devices without FP8 products or with other codes (MI300).
     """
     if device.type == "cuda":
@@ -73,16 +61,10 @@ _cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
 def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool = False) -> torch.Tensor:
-    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation.
+    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation, [m, n] of out_dtype.
 
-    Args:
-        a: codes [m, k], scale_inv 0-dimensional or [m, 1].
-        b: codes [n, k], scale_inv 0-dimensional or [n, 1]; both scales per tensor or both per row.
-        out_dtype: bf16, fp16 or fp32. Per-row products are computed in bf16 and cast.
-        fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only.
-
-    Returns:
-        [m, n] of out_dtype.
+    Codes [m, k] and [n, k]; scale_inv both 0-dimensional, or [m, 1] and [n, 1]: such products are computed in bf16 and
+    cast. fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only.
     """
     # a failure here is this package's fault, not the user's
     (m, k), (n, b_k) = a.codes.shape, b.codes.shape
@@ -101,16 +83,8 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
 def block_scaled_product(
     a: Quantized, a_blocks: Blocks, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation.
-
-    Args:
-        a: codes in VECTORS or MX.
-        b: codes in VECTORS or SQUARES, or in MX if a is.
-        out_dtype: bf16, fp16 or fp32.
-
-    Returns:
-        [m, n] of out_dtype.
-    """
+    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of out_dtype. a: codes in
+    VECTORS or MX; b: in VECTORS or SQUARES, or in MX if a is."""
     assert a.codes.shape[1] == b.codes.shape[1]
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
     product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32
@@ -135,9 +109,8 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for the product of the weight's gradient, given out_dtype for the other products. A GPU's FP8
-    units write FP32 too for tensors with one scale (no `blocks`): an FP32 weight's gradient is then rounded once. On a
-    CPU, bf16 products are faster."""
+    """Return the dtype of wgrad's product, given out_dtype of the others. A GPU's FP8 units write FP32 too for tensors
+    with one scale: an FP32 weight's gradient is then rounded once. On a CPU, bf16 products are faster."""
     in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
     return torch.float32 if in_fp32 else out_dtype
 
@@ -154,8 +127,7 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a view that is not row-major. A GPU's products check strides in dimensions of size 1 too, which
-    `is_contiguous` ignores."""
+    """Copy a view that is not row-major: GPUs check strides of size 1 too, unlike `is_contiguous`."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
     in_rows = matrix.is_contiguous() and matrix.stride(-2) == matrix.shape[-1]
     return matrix if in_rows else matrix.clone(memory_format=torch.contiguous_format)
@@ -195,8 +167,6 @@ def exact_product(
         product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())
         return (product.float() * a_scale_inv * b_scale_inv.t()).to(out_dtype)
 
-
-# Block scales in hardware
 
 _SCALED_MM = torch.ops.aten._scaled_mm_v2
 """The operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace."""

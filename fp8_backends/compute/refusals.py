@@ -1,12 +1,8 @@
 """Refuse uses of FP8 layers that would give wrong numbers: derivatives, and layers cut over ranks after `prepare`.
 
-An FP8 product's backward has no derivative, nor has an FP8 layer inside the transforms of `torch.func`. Gradients are
-rounded to FP8 on the way, and PyTorch would take backward's weight and input for constants: a second derivative would
-silently lack their terms.
-
-Tensor parallelism (PyTorch's `parallelize_module`, transformers' `tp_plan`) comes before `prepare`: scales, states,
-stored weights and the optimizer belong to the whole weight. Parts of a later cut would get other codes, and the
-optimizer would keep Parameters that left the model.
+Gradients are rounded to FP8 on the way, and PyTorch would take backward's weight and input for constants: a second
+derivative would silently lack their terms. Tensor parallelism comes before `prepare`: parts of a later cut would get
+other codes, and the optimizer would keep Parameters that left the model.
 """
 
 from __future__ import annotations
@@ -44,6 +40,15 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_width(x: torch.Tensor, in_features: int) -> None:
+    """Raise ValueError for an input [..., another width]."""
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
+            f"its last dimension must be {in_features}"
+        )
+
+
 def saved_by_name(weight: nn.Parameter) -> contextlib.AbstractContextManager:
     """Let autograd save the Parameter in place of views of its data, and recreate the views in backward. DeepSpeed's
     ZeRO-3 takes the gathered data out of it after forward: saved views such as `weight.t()` would hold the weights of
@@ -68,12 +73,8 @@ def is_parallel(layer: nn.Module) -> bool:
 
 
 def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None:
-    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None.
-
-    Args:
-        multiple: products take features in multiples of this.
-        otherwise: the consequence for other sizes, and the remedy.
-    """
+    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None. Products take features
+    in multiples of `multiple`; `otherwise` has the consequence for other sizes, and the remedy."""
     if not is_parallel(layer) or not is_distributed(weight := layer.weight):
         return None
     mesh = weight.device_mesh

@@ -40,16 +40,9 @@ _instances: dict[str, Compute] = {}
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
-    """Make `name` a valid backend.
-
-    Args:
-        factory: a `Compute` subclass, or a function that returns an instance. It is called once, without arguments, at
-            the first use of the backend.
-        replace: replace an existing backend, also a built-in one.
-
-    Raises:
-        RecipeError: a name that is taken or does not fit into a backend string.
-    """
+    """Make `name` a valid backend. `factory`, a `Compute` subclass or a function that returns an instance, is called
+    once, without arguments, at its first use. `replace`: replace an existing backend, also a built-in one. Raises
+    `RecipeError` for a name that is taken or does not fit into a backend string."""
     key = name.lower() if isinstance(name, str) else ""
     if not re.fullmatch(r"[a-z][a-z0-9_.-]{,99}", key):
         raise RecipeError(
@@ -71,18 +64,13 @@ def valid_names() -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Return True for the name of a backend. Entry points are read from disk only for a name that is not built in or
-    registered."""
+    """Return True for a backend's name. Reads entry points from disk only for a name not known otherwise."""
     return name in BUILT_IN or name in _factories or name in _entry_points()
 
 
 def get_compute(name: str) -> Compute:
-    """Return the backend with a name, in any case, aliases included. One instance a process: a backend has no state.
-
-    Raises:
-        RecipeError: an unknown name.
-        FP8BackendError: a third party's backend fails to load.
-    """
+    """Return the backend with a name, in any case, aliases included: one instance a process. Raises `RecipeError` for
+    an unknown name, `FP8BackendError` if a third party's backend fails to load."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in _instances:
         _instances.setdefault(key, _load(key))  # another thread may have been first
@@ -96,10 +84,7 @@ def available_backends() -> dict[str, Availability]:
 
 def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
     """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a backend proven there.
-
-    Args:
-        fits: returns True if `ao` honours the given fields; otherwise `native` does.
-    """
+    `fits` returns True if `ao` honours the given fields; otherwise `native` does."""
     chip = hardware.chip()
     if not chip.fp8:
         return chips.auto_on(chip)

@@ -187,12 +187,6 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
     return {layer: kinds for layer, kinds in missing.items() if kinds}
 
 
-# Optimizers
-
-
-# Products and FLOPs
-
-
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
     """Return the FP8 products of each converted layer, by its own counter or from the last profiled step."""
     return {
@@ -219,16 +213,12 @@ def count_flops(
     work: dict[str, Work] | None = None,
     tokens: float = 1,
 ) -> Flops:
-    """Sum the FLOPs of all products needed by training, and of the products in FP8.
+    """Sum the FLOPs of all products needed by training, and of the products in FP8 (`counts`; None predicts a step in
+    which every converted layer runs in FP8).
 
     A gradient of the output makes both gradients necessary: the weight's if it trains, the input's if an input needs
-    one. A weight not seen in the first step counts as if every token passed it, unless it is known to be idle; its
-    products show the need for an input gradient.
-
-    Args:
-        counts: products in FP8. None predicts a step in which every converted layer runs in FP8.
-        work: rows of each weight; default: the first step's.
-        tokens: the least number of tokens.
+    one. A weight not seen in the first step (`work`) counts as if every token passed it (at least `tokens`), unless it
+    is known to be idle; its products show the need for an input gradient.
     """
     work = prepared.observed.work if work is None else work
     high = prepared.compute.high_precision_products(prepared.recipe)
@@ -292,9 +282,6 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
 
 def _joined(prefix: str, name: str) -> str:
     return plain_name(f"{prefix}.{name}".strip("."))
-
-
-# Bytes
 
 
 class _Weighed(NamedTuple):

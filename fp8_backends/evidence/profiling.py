@@ -1,15 +1,9 @@
 """Count FP8 products with PyTorch's profiler, for backends without counters.
 
-Each converted layer's forward is marked with a `record_function` range. A product `aten::_scaled_mm` inside a range
-is a forward product of that layer (a recomputed one if the range began inside a backward pass). A product inside a
-backward function belongs to the layer whose forward created the function: the profiler gives both the same sequence
-number. A backward function computes the input gradient first, then the weight gradient.
-
-Compiled code has neither ranges nor such functions. Its products are told apart by their shapes, and layers of the same
-shape share the counts for it.
-
-The profiler is `torch.autograd.profiler_legacy`, one for each thread; autograd's threads add to the profiler of the
-thread whose backward they run. Kineto is one for the process, and crashes if two threads start it.
+A product inside the range of a layer's forward is an fprop (recomputed, if the range began in a backward). A product in
+a backward function belongs to the layer whose forward created the function, by autograd's sequence number; dgrad comes
+before wgrad. Products of compiled code are told apart by their shapes. The profiler is
+`torch.autograd.profiler_legacy`, one for each thread: Kineto, one for the process, crashes if two threads start it.
 """
 
 from __future__ import annotations
@@ -57,8 +51,7 @@ class Layer(NamedTuple):
 
 
 class ProductProfile:
-    """One profiled stretch of training in one thread: `start`, some steps, `stop`. It ends with its thread, and when it
-    is dropped."""
+    """One profiled stretch of training in one thread, with which it ends: `start`, some steps, `stop`."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
@@ -77,15 +70,11 @@ class ProductProfile:
         return self.running and self._recording() is _thread.recording
 
     def start(self, begun: nn.Module | None = None) -> bool:
-        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one.
+        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one. Raises
+        `FP8BackendError` if this version of PyTorch has no profiler for a thread.
 
-        Args:
-            begun: the root whose forward begins now; it may be a layer. Its profile ends another `ProductProfile` of
-                this thread without a result. It notes no shapes, so it cannot count compiled code: during compilation,
-                shapes fail for some tensors, and PyTorch writes a warning for each.
-
-        Raises:
-            FP8BackendError: this version of PyTorch has no profiler for a thread.
+        `begun`: the root whose forward begins now; it may be a layer. Its profile ends another of this thread without a
+        result, and notes no shapes, so it cannot count compiled code: during compilation, shapes fail for some tensors.
         """
         if begun is not None:
             give_way()
@@ -110,8 +99,7 @@ class ProductProfile:
             self._recording().restart()
 
     def stop(self) -> None:
-        """End, and write each layer's counts into its `results`, unless another thread started it, or compiled code ran
-        and no shapes were noted."""
+        """End, and write counts to `results`, if they are of this thread and do not lack a compiled step's shapes."""
         recording = self._recording() if self.runs_here else None
         self.abandon()
         if recording is None:
@@ -157,15 +145,8 @@ class ProductProfile:
         return counts, compiled
 
 
-# The profiler
-
-
 class _Recording:
-    """PyTorch's running profiler of this thread. Only the thread holds it, so that they end together.
-
-    Args:
-        hooks: to be removed at its end.
-    """
+    """PyTorch's running profiler of this thread, held only by the thread, and the hooks to remove at its end."""
 
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
         self.hooks, self.shapes = hooks, shapes
@@ -276,9 +257,6 @@ class _Marks(TemporaryHook):
             ranges.pop().__exit__(None, None, None)
 
 
-# Events
-
-
 class _Event:
     """One operator, range or function of a profile, and the event around it."""
 
@@ -311,8 +289,7 @@ def _parents(event: _Event) -> Iterator[_Event]:
 
 
 def _products(events: list[_Event]) -> list[_Event]:
-    """Return the products that ran: not the ones inside another, and not the ones that a compiler's dispatch mode
-    answered for fake tensors."""
+    """Return the products that ran, not the ones inside another or answered for a compiler's fake tensors."""
     multiplied = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
     answered = {event.parent for event in events if event.name == _MODE} - multiplied
     return [event for event in events if _is_product(event) and event not in answered]
@@ -353,22 +330,13 @@ def _creators(events: list[_Event]) -> dict[tuple[int, int], int | None]:
     }
 
 
-# Compiled code
-
-
-class _Shape(NamedTuple):
-    in_features: int
-    out_features: int
-    backward_kinds: tuple[str, ...]
-
-
 def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:
     """Share the products of compiled code out among the layers of each shape. Return True if any fits."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
         trains = layer.module.weight.requires_grad
         kinds = tuple(kind for kind in layer.backward_kinds if trains or kind != WGRAD)
-        members[_Shape(layer.module.in_features, layer.module.out_features, kinds)].append(index)
+        members[layer.module.in_features, layer.module.out_features, kinds].append(index)
     tokens = defaultdict(set)  # rows that went through layers of a shape
     for in_backward, (a, b, *_) in products:
         if not in_backward and len(a) == len(b) == 2:
@@ -390,8 +358,8 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     return bool(totals)
 
 
-def _fitting(shape: _Shape, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
-    """List the kinds of products of a layer shape with operands of the sizes a [m, k] and b [k, n]."""
+def _fitting(shape: tuple, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
+    """List the kinds of products of a layer shape (in, out, kinds) with operands of the sizes a [m, k] and b [k, n]."""
     n_in, n_out, kinds = shape
     if not in_backward:
         return [FPROP] if tuple(b) == (n_in, n_out) else []

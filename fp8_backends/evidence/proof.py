@@ -1,9 +1,8 @@
 """Prove at the first optimizer step that FP8 ran.
 
-Backends with counters report their products. For others (`ao`), a profile of the first training step counts them, from
-the first forward with gradients to the optimizer step. If any of it is compiled, or another profiler is active or
-announced (`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step. An exception restarts
-the step.
+Backends with counters report their products. For others (`ao`), a profile of the first training step counts them. If
+any of it is compiled, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled, from
+optimizer step to optimizer step.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds.
-
-    Raises:
-        FP8BackendError: `optimizer` is not a PyTorch optimizer.
-    """
+    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds. Raises
+    `FP8BackendError` if it is no PyTorch optimizer."""
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
@@ -67,8 +63,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Delay the proof of these models while other code profiles, now or by its schedule later: PyTorch has a single
-    profiler."""
+    """Delay the proof of these models while other code profiles, now or later: PyTorch has one profiler."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -206,8 +201,7 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, begun: nn.Module | None = None) -> bool:
-        """Start a profile, and return True if it runs. A profile begun by a root's forward takes over from others, and
-        may contain compilation."""
+        """Start a profile, and return True if it runs. One begun by a root's forward may contain compilation."""
         if self.waits:
             return False
         profile = ProductProfile(self.layers)
@@ -232,8 +226,7 @@ class FirstStep:
 
 
 class ForwardHook(TemporaryHook):
-    """Notify a `FirstStep` of the begin and end of its model's forwards. Inert in a copied, unpickled or compiled
-    model."""
+    """Notify a `FirstStep` of its model's forwards. Inert in a copied, unpickled or compiled model."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step
@@ -258,11 +251,7 @@ def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
-    """Print the proof line.
-
-    Raises:
-        FP8BackendError: nothing ran in FP8, and the recipe's `on_unproven` is "raise".
-    """
+    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless `on_unproven="warn"`."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
     ran = {layer: count for layer, count in counts.items() if _ran(count)}
     if not ran:

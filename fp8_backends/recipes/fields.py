@@ -1,8 +1,5 @@
-"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring.
-
-The handlers in `recipes.handlers` inherit these fields. Names and defaults are Accelerate's where its FP8 handlers have
-the field. None means "not given": the recipe fills in the default.
-"""
+"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring. Names and defaults
+are Accelerate's where its FP8 handlers have the field. None means "not given"."""
 
 from __future__ import annotations
 
@@ -56,9 +53,6 @@ ABOVE_O0 = ("O1", "O2", "O3", "O4")
 DELAYED = ("delayed",)
 _LISTS = ("['", '["', "('", '("')
 """Openings of a list written as text."""
-
-
-# Parsers
 
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
@@ -122,9 +116,6 @@ SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
 def mxfp8_scaling(value: Any) -> str | None:
     """Read `use_mxfp8_block_scaling` as a scaling rule, or None for False."""
     return "mxfp8" if flag(value) else None
-
-
-# The fields
 
 
 def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
@@ -342,9 +333,6 @@ REMOVED = {
 """Fields of earlier versions, and what replaces them."""
 
 
-# From names to fields
-
-
 def _by_suffix(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
     return {variable.suffix: (field, variable) for field in fields for variable in field.variables}
 
@@ -430,9 +418,6 @@ def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[s
         )
     names = sorted(names)
     return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has {', '.join(names)}")
-
-
-# Fields in words
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """Recipe handlers, and `resolve`, which turns a backend string or any recipe object into one.
 
-    COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
-
 A recipe checks itself when it is created: it refuses a field that its backend or scaling rule does not read. The
 launcher, `Accelerator` and `prepare` check later that the backend can run on the machine.
 """
@@ -59,8 +57,6 @@ class TransformerEngineRecipe(Protocol):
 Spec: TypeAlias = "str | Mapping[str, Any] | Recipe | TransformerEngineRecipe | None"
 """A backend string, a dictionary `{"backend": …, field: value}`, a recipe; None picks for this machine. Handlers of
 Accelerate are valid, too; they have no types."""
-
-# Recipes
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 _MXFP8 = "use_mxfp8_block_scaling"
@@ -172,8 +168,7 @@ class Recipe(CommonFields):
 
 
 def _explains_names(cls: type) -> type:
-    """Let the `__init__` of a handler translate NeMo's names, accept the fields of a registered backend, and explain an
-    unknown field."""
+    """Let a handler's `__init__` translate NeMo's names, accept registered fields, and explain unknown ones."""
     generated = cls.__init__
     names = [name for name in inspect.signature(generated).parameters if name != "self"]
 
@@ -253,9 +248,6 @@ def settings_of(compute: str) -> dict[str, Field]:
     return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
 
 
-# From given fields to values
-
-
 class _ReadFields(NamedTuple):
     asked: BackendName
     """The backend as string and fields name it."""
@@ -315,8 +307,7 @@ _LEVELS_IN_WORDS = {
 
 
 def _refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> RecipeError | None:
-    """Return the error if this backend, called `name`, does not support its level or does not read one of these fields
-    on any machine."""
+    """Return the error for a level or a field that this backend, called `name`, supports on no machine."""
     compute = registry.get_compute(backend.compute)
     if backend.level not in compute.levels:
         others = ", ".join(other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1)
@@ -341,9 +332,6 @@ def _refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> Reci
         if rules and f"{backend.compute}:{backend.scaling}" not in rules:
             return RecipeError(f"{unread}, only by {', '.join(rules)}: leave it out, or use that")
     return None
-
-
-# What users call
 
 
 def resolve(spec: Spec = None) -> FP8RecipeKwargs:
@@ -432,21 +420,14 @@ def _as_recipe(spec: Any) -> FP8RecipeKwargs:
     return FP8RecipeKwargs(**fields_of_spec)
 
 
-# Differences between recipes
-
-
 def as_json(recipe: Recipe) -> dict[str, Any]:
-    """Return every field of a recipe as JSON returns it. Functions and other objects become a text without
-    addresses."""
+    """Return a recipe's fields as JSON returns them; objects become a text without addresses."""
     return json.loads(json.dumps(recipe.to_dict(), default=lambda value: re.sub(r" at 0x\w+", "", repr(value))))
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map each field that differs between two recipes to both values, except the name and fields of monitoring.
-
-    Args:
-        before, after: `Recipe.to_dict` or `as_json` of each; one may come from a checkpoint. Only common fields count.
-    """
+    """Map each common field that differs between two recipes to both values, except the name and fields of monitoring.
+    `before`, `after`: `Recipe.to_dict` or `as_json` of each; one may come from a checkpoint."""
     ignored = {"name", *(name for name, field in SETTINGS.items() if field.only_watches)}
     return {
         name: (before[name], value)

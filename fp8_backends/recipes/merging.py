@@ -1,7 +1,7 @@
 """Merge one recipe from several places: code, flags, a YAML file, the environment.
 
-Field by field the stronger place wins. The chosen backend must read a field from a weaker place, too: if it does not, a
-default that the place fills in counts as not given, and any other value is an error.
+The stronger place wins, field by field. A field from a weaker place that the chosen backend does not read is an error,
+unless it is a default that the place fills in.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from .strings import AUTO, BackendName, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first.
-
-    Raises `RecipeError` that begins with the place of the field.
-    """
+    """Merge the fields of these places, the strongest first. Raises `RecipeError` with the field's place."""
     naming = _merged_naming(sources)
     fields = dict(naming)
     for source in sources:
@@ -38,8 +35,7 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields that name the backend. Stronger places override parts of the backend string; the string
-    overrides weaker places."""
+    """Merge the naming fields: stronger places override parts of the backend string, which overrides the others."""
     naming: dict[str, Any] = {}
     at = _strongest(sources, "backend")
     name = BackendName(AUTO)
@@ -88,8 +84,7 @@ def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None
 
 
 def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
-    """Return the error if the backend cannot honour these fields; for `auto`, if no backend can that auto may choose on
-    the machine of the training."""
+    """Return the error if the backend, or for `auto` every backend it may choose, cannot honour these fields."""
     backends = [fields.get("backend", AUTO)]
     if backends[0].strip().lower() == AUTO:
         backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
@@ -97,24 +92,13 @@ def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
     return None if None in refusals else refusals[0]
 
 
-# Code over launch
-
-
 LAUNCH = "fp8-backends launch"
 
 
 def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH) -> tuple[Recipe, str | None]:
-    """Merge a handler with the fields of a launch or of the environment; a handler with another backend ignores them.
-
-    Args:
-        handler: a recipe, of this package or Accelerate's. A value equal to Accelerate's default counts as not given
-            in Accelerate's handlers, which fill in every field.
-        launched: fields of `FP8RecipeKwargs`.
-        origin: their source, for messages.
-
-    Returns:
-        The recipe, and a warning in one line if the script overrides the launch.
-    """
+    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a handler with
+    another backend ignores them. Return the recipe, and a warning in one line if the script overrides the launch. In
+    Accelerate's handlers, which fill in every field, a value equal to the default counts as not given."""
     name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
     launch_recipe = FP8RecipeKwargs(**launched)
     if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):

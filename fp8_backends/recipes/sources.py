@@ -1,9 +1,5 @@
-"""Read recipes from other places as fields of `FP8RecipeKwargs`.
-
-Sources: Accelerate's handlers and configuration files, the environment that Accelerate's launcher or ours makes,
-TransformerEngine's recipe objects, and the arguments of NeMo and Megatron. Objects are recognized by class name; no
-library is imported.
-"""
+"""Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as fields of
+`FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
 from __future__ import annotations
 
@@ -27,16 +23,9 @@ from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field,
 PREFIX = "ACCELERATE_FP8_"
 
 
-# Files
-
-
 def read_file(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML file, or of a JSON file by its ending.
-
-    Raises:
-        RecipeError: the file cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys.
-            The error names the file, and the line if PyYAML reports one.
-    """
+    """Return the keys of a YAML file, or of a JSON file by its ending. Raises `RecipeError`, with the file and PyYAML's
+    line, if it cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys."""
     kind = "JSON" if path.endswith(".json") else "YAML"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -74,9 +63,6 @@ class _Loader(yaml.SafeLoader):
                 problem = shortened(f"the key {key.value!r} stands in a block twice")
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return node
-
-
-# Recipe objects
 
 
 def foreign_fields(spec: Any) -> dict[str, Any] | None:
@@ -131,9 +117,6 @@ _ACCELERATE_HANDLERS = {
     "AORecipeKwargs": "ao",
 }
 """Backend of each class."""
-
-
-# TransformerEngine's recipe objects
 
 
 _TE_RECIPES = {
@@ -193,8 +176,6 @@ def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
         return otherwise
 
 
-# The environment
-
 LAUNCHED = "FP8_BACKENDS_RECIPE"
 """Variable by which `fp8-backends launch` passes the recipe to its workers, in place of `ACCELERATE_FP8_*`: JSON of the
 given fields of `FP8RecipeKwargs`, percent-encoded if a remote shell reads it."""
@@ -206,12 +187,7 @@ _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 def unknown_variable(
     written: str, suffix: str, spelling: Callable[[str], str], names: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """Return the error for a name without a field.
-
-    Args:
-        written: the name as the user wrote it.
-        spelling: how the place spells the name of a variable.
-    """
+    """Return the error for a name without a field, as `written`; `spelling` spells a variable's name there."""
     objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
@@ -236,8 +212,7 @@ def environment_name(environ: Mapping[str, str] | None = None) -> str:
 
 
 def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*` (any case), without the launcher's
-    defaults."""
+    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the launcher's defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
         return _launched_fields(environ[LAUNCHED])
@@ -295,9 +270,6 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
         ) from None
 
 
-# One source of several (`merging`)
-
-
 class Source(NamedTuple):
     """The recipe fields from one place."""
 
@@ -329,17 +301,9 @@ def add_field(
 
 
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
-    """Read the `fp8_config` block of an Accelerate YAML file, for `merging.merged`.
-
-    Keys are Accelerate's, those of `accelerate config` (`amax_history_length`, `optimization_level`, …), and every
-    field of a recipe, each with or without `fp8_` in front.
-
-    Args:
-        source: the name of the file.
-
-    Raises:
-        RecipeError: an unknown key, with the nearest valid one, or an invalid value; each with key and file.
-    """
+    """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`: Accelerate's keys, those
+    of `accelerate config`, and every field of a recipe, each with or without `fp8_` in front. Raises `RecipeError`,
+    with key and file, for an unknown key or an invalid value."""
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()
@@ -403,11 +367,8 @@ _KEYS_OF_PLUGINS = ("precision", "mixed_precision")
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated.
-
-    Raises:
-        RecipeError: two names of a field disagree, or an argument is unsupported.
-    """
+    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated. Raises `RecipeError`
+    for an unsupported argument, and for two names of a field that disagree."""
     plain = {_plain(name): value for name, value in values.items()}
     if len(plain) < len(values):
         spelled = collections.Counter(map(_plain, values))

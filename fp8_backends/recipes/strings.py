@@ -29,8 +29,7 @@ class BackendName(NamedTuple):
 
 
 def parse_backend(text: str) -> BackendName:
-    """Split a backend string, aliases and case resolved; a level without a number is "". Raises `RecipeError` with the
-    valid and the nearest names."""
+    """Split a backend string; a level without a number is "". Raises `RecipeError` with the nearest names."""
     word = text.strip().lower()
     if word == AUTO:
         return BackendName(AUTO)
@@ -80,8 +79,7 @@ def level_name(word: str, place: str) -> str:
 
 
 def scaling_name(compute: str, word: Any, place: str) -> str:
-    """Return this backend's name of a scaling rule; any word for `auto`. Raises `RecipeError` that begins with
-    `place`, the source of the word."""
+    """Return this backend's name of a scaling rule; any word for `auto`. `place`: the source of the word."""
     if not isinstance(word, str):
         raise RecipeError(f"{place}: the name of a scaling rule is wanted, such as 'delayed'")
     word = word.strip().lower()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, release, supports
+from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, described, release
 from .setup import Setup, error, warning
 
 TORCH = (2, 11)
@@ -24,8 +24,8 @@ def _old_torch(setup: Setup, needed: tuple[int, int]) -> str:
 def _emulated_or_refused(setup: Setup) -> str:
     """List the backends emulated and refused by this chip."""
     names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
-    for support in supports(setup.machine.chip, setup.machine.cuda):
-        names.get(support.state, []).extend(support.backends)
+    for row in described(setup.machine.chip, setup.machine.cuda)["products"]:
+        names.get(row["state"], []).extend(row["backends"])
     return "; ".join(f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends)
 
 

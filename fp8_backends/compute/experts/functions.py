@@ -1,25 +1,10 @@
 """Run mixtures of experts in `transformers` through its registries of expert functions and of exchanges of tokens.
 
-Such a model keeps the weights of all experts of a block in 3-D Parameters of one module, `gate_up_proj` (or `up_proj`)
-and `down_proj`; class attributes describe their layout. The module's forward calls the function named by the
-configuration (`_experts_implementation`). A function of this package joins the registry, and only converted modules
-name it. A converted weight stays the module's own Parameter, with counter and scaling state in an `ExpertWeight` beside
-it, under `fp8_weights`, a segment omitted from this package's names.
-
-Under expert parallelism (transformers' `MoEParamShard`) the weight is a DTensor split by experts. The module's forward
-then sees only this rank's experts, and ids count from the first of them; one past the last marks a row of another rank.
-
-With `activation_comm="fp8"`, tokens travel to the experts of other ranks as FP8 codes. transformers sends each pair of
-a token and an expert to the expert's rank by an all-to-all, and the results back by a second one (`AllToAllEP`).
-`FP8AllToAll` derives from it. A pair with H values sends
-
-    forward, to the expert      E4M3 codes and their scales, H + 4 bytes with one scale
-    forward, back               results in bf16 under autocast in bf16, the dtype of products; else in the tokens' dtype
-    backward                    both gradients, in that dtype
-
-so only the tokens are rounded. For rules with scales along the contraction (`rowwise`, `blockwise`, `mxfp8`) the
-sender's codes are fprop's operand, without another cast; wgrad contracts rows, and casts the codes' values. All other
-rules get codes with a scale for each row, and cast their values again, with an expert's scale.
+The weights of a block's experts are 3-D Parameters of one module, `gate_up_proj` (or `up_proj`) and `down_proj`; class
+attributes describe their layout. The module's forward calls the function named by its configuration
+(`_experts_implementation`); only converted modules name ours. Under expert parallelism the weight is a DTensor split by
+experts, and forward sees only this rank's: ids count from its first expert, and one past its last marks a foreign row.
+docs/experts.rst describes the numbers, and the bytes of an exchange with `activation_comm="fp8"`.
 """
 
 from __future__ import annotations
@@ -27,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +25,7 @@ from ...kernels.quantize import dequantize_blocks, quantize_blocks
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle
+from ..counts import result_dtype
 from ..refusals import refuse_second_derivative
 
 NAME = "fp8_backends"
@@ -64,11 +50,7 @@ def own_experts(experts: nn.Module, part: str) -> slice:
 
 
 class ExpertWeight(nn.Module):
-    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter.
-
-    Args:
-        base: arguments for another base class.
-    """
+    """The stand-in for one 3-D weight of an experts module, which keeps the Parameter."""
 
     def __init__(self, experts: nn.Module, part: str, **base: Any) -> None:
         super().__init__(**base)
@@ -97,9 +79,7 @@ class ExpertWeights(nn.ModuleDict):
     """The converted weights of one experts module, by the Parameter's name; runs the module with them in FP8.
 
     Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k], as in the original module. Products have the autocast dtype if autocast is on, else the
-    input's. In eval mode, unless the recipe sets `use_autocast_during_eval`, and without tokens, the configuration's
-    own function runs.
+    `top_k_weights` [tokens, k]. In high precision, and without tokens, the configuration's own function runs.
     """
 
     @property
@@ -125,7 +105,7 @@ class ExpertWeights(nn.ModuleDict):
             return WithoutTokens.apply(hidden_states, *shape, *experts.parameters())
         if not in_fp8 or not has_tokens:
             return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        out_dtype, (tokens, k) = _out_dtype(hidden_states), top_k_index.shape
+        out_dtype, (tokens, k) = result_dtype(hidden_states), top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         first = first_weight(experts)
         number = len(own_part(experts, first))
@@ -148,7 +128,7 @@ class ExpertWeights(nn.ModuleDict):
 
     def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
         """Return True if these tokens would be multiplied in FP8 now."""
-        return (experts.training or self.fp8_in_eval) and _out_dtype(hidden_states) in COMPUTE_DTYPES
+        return (experts.training or self.fp8_in_eval) and result_dtype(hidden_states) in COMPUTE_DTYPES
 
     def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
         """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's, or `ROWS` if it has
@@ -165,12 +145,6 @@ class ExpertWeights(nn.ModuleDict):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _register()  # a process that unpickles may have converted nothing
-
-
-def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products with these tokens."""
-    device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
 
 
 def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -250,8 +224,7 @@ def is_expert_parallel(experts: nn.Module) -> bool:
 
 
 def own_part(experts: nn.Module, name: str) -> torch.Tensor:
-    """Return this rank's part of a Parameter in the module's forward, differentiable. transformers' plans put it there;
-    a shard by hand may be a DTensor."""
+    """Return this rank's part of a Parameter in forward, differentiable; only a shard by hand is a DTensor."""
     parameter = getattr(experts, name)
     return parameter.to_local() if is_distributed(parameter) else parameter
 
@@ -314,19 +287,13 @@ def _register() -> None:
         registry.register(NAME, _run)
 
 
-# The exchange of tokens in FP8
-
 _PARENT = "AllToAllEP"
 _EXCHANGES = (_PARENT, "AutoEP")
 """transformers' implementations with an exchange of tokens."""
 
 
 def install_exchange(experts: nn.Module) -> None:
-    """Let the tokens of a converted experts module travel in FP8, if transformers exchanges them between ranks.
-
-    Raises:
-        FP8BackendError: this transformers has another exchange.
-    """
+    """Let tokens between ranks travel in FP8, if transformers exchanges them. Raises for another exchange."""
     before = experts.__dict__.get("forward")
     implementation = exchange_of(before)
     if implementation is None or isinstance(implementation, FP8AllToAll):
@@ -345,8 +312,7 @@ def _parallelism() -> Any:
 
 
 def exchange_of(forward: Any) -> Any:
-    """Return the exchange of tokens in an experts module's forward by transformers; None for any other forward, and for
-    an implementation without an exchange."""
+    """Return transformers' exchange of tokens in an experts module's forward; None for any other forward."""
     code = getattr(forward, "__code__", None)
     if _parallelism() is None or code is None or "implementation" not in code.co_freevars:
         return None
@@ -372,8 +338,7 @@ def _implementation() -> type:
 
 
 class FP8AllToAll:
-    """transformers' exchange of tokens by all-to-all, as FP8 codes with their scales. Without FP8 products, as in
-    evaluation, tokens travel as before."""
+    """transformers' exchange of tokens by all-to-all, as FP8 codes with scales, or without FP8 products as before."""
 
     before = None
     """The replaced forward of the module."""
@@ -401,10 +366,25 @@ class FP8AllToAll:
         message, ids, ones, state = super()._dispatch_tokens(message, top_k_index, top_k_weights)
         codes, scales = (part.contiguous() for part in message.tensor_split([columns], 1))
         arrived = Quantized(codes.view(E4M3.dtype), scales.view(scales_dtype))
-        route = _Route.of(self, state, _wire_dtype(hidden_states))
-        tokens = _Arrived.apply(hidden_states, route, blocks, *arrived)
+        sent_state = state._replace(top_k_weights=state.top_k_weights.detach())
+        tokens = _Arrived.apply(hidden_states, self, sent_state, _wire_dtype(hidden_states), blocks, *arrived)
         weights.take_codes(tokens, arrived)
         return tokens, ids, ones.to(tokens.dtype), state
+
+    def gradients_back(self, state, wire_dtype: torch.dtype, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of sent tokens from the gradients of arrived tokens."""
+        (rows, visited), columns, dtype = state.top_k_weights.shape, gradient.shape[1], gradient.dtype
+        gradient = gradient.to(wire_dtype).contiguous()
+        pairs = gradient.new_empty(sum(state.send_sizes), columns)
+        group = self.ep_mesh.get_group()
+        dist.all_to_all_single(pairs, gradient, state.send_sizes, state.recv_sizes, group=group)
+        tokens = gradient.new_zeros(rows, columns, dtype=dtype).index_add_(0, state.order // visited, pairs.to(dtype))
+        if self.tp_mesh.size() == 1:
+            return tokens
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = {"shape": (state.num_tokens, columns), "stride": (columns, 1)}  # each rank has sent its part
+        return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
 
     def _combine_tokens(self, expert_output, state):
         """Override the parent's method: weight results in the dtype of an exchange without FP8."""
@@ -415,61 +395,21 @@ class FP8AllToAll:
         return super()._combine_tokens(sent, state)
 
 
-class _Route(NamedTuple):
-    """The way of tokens to this rank, for their gradients to return."""
-
-    order: torch.Tensor
-    """int64 [pairs sent], the pairs in sending order."""
-    visited: int
-    """Experts for each token."""
-    tokens: int
-    """Tokens of this rank."""
-    shared_tokens: int
-    """Tokens of all ranks with the same batch (tensor parallelism); each sends its part."""
-    sent: list[int]
-    received: list[int]
-    ep_group: dist.ProcessGroup
-    tp_mesh: Any
-    dtype: torch.dtype
-    """The dtype of gradients on the wire."""
-
-    @classmethod
-    def of(cls, exchange: FP8AllToAll, state: Any, dtype: torch.dtype) -> _Route:
-        tokens, visited = state.top_k_weights.shape
-        sizes = (visited, tokens, state.num_tokens, state.send_sizes, state.recv_sizes)
-        return cls(state.order, *sizes, exchange.ep_mesh.get_group(), exchange.tp_mesh, dtype)
-
-    def back(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradients of sent tokens from the gradients of arrived tokens."""
-        columns, dtype = gradient.shape[1], gradient.dtype
-        gradient = gradient.to(self.dtype).contiguous()
-        pairs = gradient.new_empty(sum(self.sent), columns)
-        dist.all_to_all_single(pairs, gradient, self.sent, self.received, group=self.ep_group)
-        tokens = gradient.new_zeros(self.tokens, columns, dtype=dtype)
-        tokens.index_add_(0, self.order // self.visited, pairs.to(dtype))
-        if self.tp_mesh.size() == 1:
-            return tokens
-        from torch.distributed.tensor import DTensor, Shard
-
-        whole = {"shape": (self.shared_tokens, columns), "stride": (columns, 1)}
-        return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
-
-
 class _Arrived(torch.autograd.Function):
     """The values of arrived codes; their gradient goes to the sent tokens."""
 
     @staticmethod
-    def forward(ctx, hidden_states, route, blocks, codes, scale_inv):
-        ctx.route, dtype = route, hidden_states.dtype
+    def forward(ctx, hidden_states, exchange, state, wire_dtype, blocks, codes, scale_inv):
+        ctx.exchange, ctx.state, ctx.wire_dtype, dtype = exchange, state, wire_dtype, hidden_states.dtype
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return dequantize_blocks(Quantized(codes, scale_inv), blocks, exact).to(dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         refuse_second_derivative()
-        return ctx.route.back(gradient), None, None, None, None
+        return ctx.exchange.gradients_back(ctx.state, ctx.wire_dtype, gradient), *(None,) * 6
 
 
 def _wire_dtype(values: torch.Tensor) -> torch.dtype:
     """Return the dtype of results and gradients on the wire: bf16 if products return it, else their own."""
-    return torch.bfloat16 if _out_dtype(values) == torch.bfloat16 else values.dtype
+    return torch.bfloat16 if result_dtype(values) == torch.bfloat16 else values.dtype

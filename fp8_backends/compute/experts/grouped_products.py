@@ -4,10 +4,8 @@
     dgrad   dx [rows, in]         = dy [rows, out] @ (w[e].T [in, out]).T
     wgrad   dw [experts, out, in] : dw[e] = (dy rows of e).T @ (x rows of e)
 
-On Hopper one kernel computes all of them, `torch._scaled_grouped_mm`; elsewhere the groups are multiplied one by one by
-the engines of a single product. Every device keeps the kernel's rules, so that code valid on a laptop is valid on a
-GPU: both operands in E4M3, a scale for each row, a bf16 result. Groups with block scales, for which PyTorch has no
-kernel, are multiplied one by one, in the output's dtype, without padding.
+On Hopper `torch._scaled_grouped_mm` computes all of them; elsewhere, and with block scales, groups are multiplied one
+by one. Every device keeps the kernel's rules: operands in E4M3, a scale for each row, a bf16 result.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ BY_ROWS, _PLAIN = "rowwise", "plain"
 class Groups(NamedTuple):
     """The assignment of sorted rows to groups.
 
-    On a GPU, groups of an operand begin at multiples of 16, as the kernel's loads require, with zero codes in between.
-    The number of places is the largest possible, so that nobody reads the sizes. A group without rows gets 16 rows of
-    zeros, and hence a gradient of zeros. Elsewhere the last four fields are None. Rows after the last group belong to
-    none: zeros in an operand, and undefined in a result.
+    On a GPU, groups of an operand begin at multiples of 16, as the kernel's loads require, with zero codes in between
+    and the largest possible number of places, so that nobody reads the sizes. A group without rows gets 16 rows of
+    zeros. Elsewhere the last four fields are None. Rows after the last group are zeros in an operand, undefined in a
+    result.
     """
 
     ids: torch.Tensor
@@ -114,19 +112,11 @@ def grouped_product(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """Multiply each row of a by the matrix of its group, `a[row] @ b[group].T`, with FP32 accumulation.
+    """Return `a[row] @ b[group].T` for each row of a, with FP32 accumulation: [rows, at least n] of out_dtype.
 
-    Args:
-        a: codes [places, k], scale_inv [places], laid out for an operand; with block scales codes [rows, k] and the
-            scales of their blocks.
-        b: codes [groups, n, k], scale_inv [groups, n] or [groups, rows of blocks, blocks in a row]. By rows, zero codes
-            may pad k and n in either operand.
-        scaling: BY_ROWS, or a rule with block scales.
-        out_dtype: bf16 by rows.
-        fast_accumulation: see `scaled_product`.
-
-    Returns:
-        [rows, at least n] of out_dtype.
+    a: codes [places, k], scale_inv [places], laid out for an operand; with block scales codes [rows, k] and the scales
+    of their blocks. b: codes [groups, n, k], scale_inv [groups, n] or [groups, rows of blocks, blocks in a row].
+    scaling: BY_ROWS, where zero codes may pad k and n, and out_dtype is bf16, or a rule with block scales.
     """
     if scaling != BY_ROWS:
         return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, scaling, out_dtype, fast_accumulation)
@@ -150,13 +140,9 @@ def grouped_product(
 def grouped_wgrad(
     a: Quantized, b: Quantized, groups: Groups, scaling: str = BY_ROWS, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Multiply over the rows of each group, `a[:, rows of g] @ b[:, rows of g].T`; zeros for a group without rows.
-    Returns [groups, at least m, at least k] of out_dtype.
-
-    Args:
-        a, b: codes [m or k, places], scale_inv [groups, m or k], laid out for an operand; with block scales as
-            `quantize_groups_in_blocks` transposes them.
-    """
+    """Return `a[:, rows of g] @ b[:, rows of g].T` for each group, zeros for one without rows: [groups, at least m, at
+    least k] of out_dtype. a, b: codes [m or k, places], scale_inv [groups, m or k], laid out for an operand; with block
+    scales as `quantize_groups_in_blocks` transposes them."""
     if scaling != BY_ROWS:
         return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype)
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"

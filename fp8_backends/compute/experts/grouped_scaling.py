@@ -1,8 +1,7 @@
-"""Quantize groups of rows in one matrix, and the weights of many experts.
+"""Quantize groups of rows in one matrix, and the weights of many experts: each group like a tensor of its own.
 
-Each group is quantized like a tensor of its own: an expert's codes are the codes of a Linear with its weight and its
-tokens. Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code
-calls them as one operator), and plain operations on all groups at once elsewhere.
+Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code calls
+them as one operator), and plain operations on all groups at once elsewhere.
 """
 
 from __future__ import annotations
@@ -43,19 +42,12 @@ def quantize_groups(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize with one scale for the rows of each group, or one for each line.
+    """Quantize x [rows, columns] with one scale for the rows of each group (FP32 [groups]; None: from the amaxes), or,
+    for `lines`, one for each row, and in `transposed` one for each column of each group.
 
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        scale: FP32 [groups]; None: from the amaxes.
-        rows, columns: return `codes`, an operand of `grouped_product`, and `transposed`, one of `grouped_wgrad`.
-        lines: give each row its own scale, and in `transposed` each column of each group.
-        split: the cut of the columns over ranks, for scales of whole rows.
-
-    Returns:
-        codes [places, columns] and scale_inv [places]; transposed [columns, places] and transposed_scale_inv [groups,
-        columns]; the columns may be padded. amax, without `lines`: FP32 [groups], NaN ignored, 0 for a group without
-        rows.
+    Returns codes [places, columns] and scale_inv [places] if `rows`; transposed [columns, places] and
+    transposed_scale_inv [groups, columns] if `columns`, which may be padded. amax, without `lines`: FP32 [groups], NaN
+    ignored, 0 for a group without rows. `split`: the cut of the columns over ranks, for scales of whole rows.
     """
     if split is not None and lines:
         layouts = quantize_groups(x, groups, fmt, None, False, True, lines) if columns else Layouts()
@@ -66,8 +58,10 @@ def quantize_groups(
     if split is not None and scale is None:
         scale = scale_from_amax(split.agreed(amaxes_of_groups(x, groups)), fmt)
     if usable(x):
+        from ...kernels import triton_groups
+
         operands = x, groups.owners, groups.sources, len(groups.ends), fmt, scale
-        return _kernels().quantize_groups(*operands, rows, columns, lines=lines)
+        return triton_groups.quantize_groups(*operands, rows, columns, lines=lines)
     if _is_traced(x):
         parts = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, lines)
         return _from_list(parts, rows, columns, not lines)
@@ -84,19 +78,12 @@ def quantize_experts(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize with one scale for each expert, or one for each line.
+    """Quantize a weight [experts, rows, columns] as `quantize_groups` does groups: codes [experts, rows, columns] and
+    scale_inv [experts, rows]; transposed [experts, columns, rows] and transposed_scale_inv [experts, columns]; rows and
+    columns may be padded. amax, without `lines`: FP32 [experts].
 
-    Args:
-        weight: [experts, rows, columns], bf16, fp16 or fp32.
-        scale, rows, columns, lines: as in `quantize_groups`, for each expert.
-        stored_scale_inv: FP32, 0-dimensional, a power of two, for data of a ScaledTensor: scale, scale_inv and amax
-            belong to the values `weight * stored_scale_inv`.
-        split: the cut of each matrix over ranks, for scales of the whole.
-
-    Returns:
-        codes [experts, rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
-        transposed_scale_inv [experts, columns]; rows and columns may be padded. amax, without `lines`: FP32 [experts],
-        NaN ignored.
+    With `stored_scale_inv` (FP32, 0-dimensional, a power of two), scale, scale_inv and amax belong to the values
+    `weight * stored_scale_inv`. `split`: the cut of each matrix over ranks, for scales of the whole.
     """
     if split is not None and lines:
         layouts = _quantize_expert_parts(weight, fmt, rows, columns, split)
@@ -136,7 +123,9 @@ def _quantize_data(
 ) -> Layouts:
     """Quantize unscaled data, without a split."""
     if usable(weight):
-        return _kernels().quantize_experts(weight, fmt, scale, rows, columns, lines=lines)
+        from ...kernels import triton_groups
+
+        return triton_groups.quantize_experts(weight, fmt, scale, rows, columns, lines=lines)
     if _is_traced(weight):
         parts = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, lines)
         return _from_list(parts, rows, columns, not lines)
@@ -152,8 +141,7 @@ def _quantize_data(
 
 
 def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, split: Split) -> Layouts:
-    """Quantize by lines this rank's rows (`split.dim` 0) or columns (1) of each expert's matrix. A line across ranks
-    gets the scale of all of it."""
+    """Quantize by lines this rank's rows (`split.dim` 0) or columns (1); a line across ranks has one scale."""
     is_cut_row = split.dim == 1
     cut, whole = (rows, columns) if is_cut_row else (columns, rows)
     layouts = _quantize_data(weight, fmt, None, not is_cut_row, is_cut_row, True) if whole else Layouts()
@@ -194,8 +182,7 @@ def _quantize_plainly(
 def _placed(
     groups: Groups, by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None
 ) -> Layouts:
-    """Lay out codes [rows, columns] with scales of rows, and with scales of the columns of groups: as views, or as the
-    kernels do."""
+    """Lay out codes with scales of rows, and of the columns of groups: as views, or as the kernels do."""
     if groups.places is None:
         by_columns = None if by_columns is None else by_columns._replace(codes=by_columns.codes.t())
     else:
@@ -210,23 +197,13 @@ def _placed(
 
 
 def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None) -> Layouts:
-    """Lay out codes [experts, rows, columns] and [experts, columns, rows], each with scales of its rows: as they are,
-    or as the kernels do."""
+    """Lay out codes of experts and of their transposes: as they are, or as the kernels do."""
     if has_places((by_rows or by_columns).codes):
         by_rows, by_columns = (
             q and Quantized(row_major(pad(q.codes, ALIGNMENT, ALIGNMENT)), pad_scales(q.scale_inv))
             for q in (by_rows, by_columns)
         )
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
-
-
-# Kernels, and operators that run them in compiled code
-
-
-def _kernels():
-    from ...kernels import triton_groups
-
-    return triton_groups
 
 
 def _is_traced(x: torch.Tensor) -> bool:
@@ -250,7 +227,7 @@ def _quantize_groups(
     lines: bool,
 ) -> list[torch.Tensor]:
     groups = Groups(ids, ends, places, place_ends, owners, sources)
-    return _as_list(quantize_groups(x, groups, FORMATS[dtype], scale, rows, columns, lines))
+    return [p for p in quantize_groups(x, groups, FORMATS[dtype], scale, rows, columns, lines) if p is not None]
 
 
 @_quantize_groups.register_fake
@@ -262,7 +239,7 @@ def _empty_groups(x, ids, ends, places, place_ends, owners, sources, dtype, scal
 def _quantize_experts(
     weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
 ) -> list[torch.Tensor]:
-    return _as_list(quantize_experts(weight, FORMATS[dtype], scale, rows, columns, lines=lines))
+    return [p for p in quantize_experts(weight, FORMATS[dtype], scale, rows, columns, lines=lines) if p is not None]
 
 
 @_quantize_experts.register_fake
@@ -281,26 +258,18 @@ def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool,
     return (by_rows if rows else []) + (by_columns if columns else []) + amax
 
 
-def _as_list(layouts: Layouts) -> list[torch.Tensor]:
-    return [part for part in layouts if part is not None]
-
-
 def _from_list(parts: list[torch.Tensor], rows: bool, columns: bool, has_amax: bool) -> Layouts:
-    """Undo `_as_list`."""
+    """Return the `Layouts` of an operator's parts."""
     by_rows = parts[:2] if rows else (None, None)
     by_columns = parts[2 * rows : 2 * rows + 2] if columns else (None, None)
     return Layouts(*by_rows, *by_columns, parts[-1] if has_amax else None)
 
 
-# Block scales
-
-
 def quantize_groups_in_blocks(
     x: torch.Tensor, groups: Groups, rule: LayerRule, fmt: Format, rows: bool, columns: bool
 ) -> Layouts:
-    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad, which contracts rows, start anew at each group:
-    transposed [columns, rows] has transposed_scale_inv [columns, at least the blocks of all groups], a group's scales
-    at its `block_places`."""
+    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad start anew at each group: transposed [columns,
+    rows] has transposed_scale_inv [columns, at least all blocks], a group's at its `block_places`."""
     along_columns = along_rows = (None, None)
     if rows:
         along_columns = quantize_blocks(x, rule.along.blocks, fmt, columns=False)[:2]
@@ -353,8 +322,7 @@ torch.library.custom_op(
 
 
 def amaxes_of_groups(x: torch.Tensor, groups: Groups, keep_nan: bool = False) -> torch.Tensor:
-    """Return max |x| of the rows of each group, 0 for a group without rows. NaN is ignored unless `keep_nan`. FP32
-    [groups]."""
+    """Return max |x| of each group's rows, FP32 [groups], 0 without rows. NaN is ignored unless `keep_nan`."""
     of_rows = _amaxes_of_rows(x, keep_nan)
     return of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
 
@@ -362,8 +330,7 @@ def amaxes_of_groups(x: torch.Tensor, groups: Groups, keep_nan: bool = False) ->
 def amaxes_of_experts(
     data: torch.Tensor, stored_scale_inv: torch.Tensor | None = None, keep_nan: bool = False
 ) -> torch.Tensor:
-    """Return max |x| of each expert's values, `data * stored_scale_inv`. NaN is ignored unless `keep_nan`. FP32
-    [experts]."""
+    """Return max |data * stored_scale_inv| of each expert, FP32. NaN is ignored unless `keep_nan`."""
     return times(_amaxes_of_rows(data.flatten(1), keep_nan), stored_scale_inv)
 
 

@@ -1,12 +1,9 @@
 """Run the experts of a mixture in FP8: as `FP8Linear` does with one matrix, for a 3-D Parameter of many.
 
-Grouped products multiply tokens, sorted by expert, with their expert's weight. Every expert has its own scales, so its
-numbers are those of a Linear with its weight and its tokens. Grouped products take only E4M3: recipes with E5M2
-gradients for range (`HYBRID`) get E4M3 gradients with a scale for each row of a product instead, made just in time.
-Rules with blocks multiply expert by expert, in the recipe's own formats.
-
-A level stores the 3-D Parameter as one `ScaledTensor`. FP16 data get a scale for each expert; E4M3 data are multiplied
-as they are, with their one scale.
+Every expert has its own scales, so its numbers are those of a Linear with its weight and its tokens. Grouped products
+take only E4M3: recipes with E5M2 gradients get E4M3 ones with a scale for each row of a product. Rules with blocks
+multiply expert by expert, in the recipe's own formats. A level's FP16 data get a scale for each expert; E4M3 data are
+multiplied with their one scale.
 """
 
 from __future__ import annotations
@@ -30,23 +27,9 @@ from ..native.linear import is_checkpointed
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
 from ..native.tensor_parallel import COLWISE, ROWWISE, Cut, cut_of_a_block, split_of
 from ..refusals import is_parallel, refuse_second_derivative
-from . import functions
+from . import functions, grouped_scaling
 from .functions import ExpertWeight, ExpertWeights, first_weight, own_experts, own_part
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
-from .grouped_scaling import (
-    amaxes_of_experts,
-    amaxes_of_groups,
-    codes_of_experts,
-    delayed_scales,
-    experts_in_blocks,
-    power_of_two_scales,
-    quantize_experts,
-    quantize_groups,
-    quantize_groups_in_blocks,
-    record_amaxes,
-    rows_as_operand,
-    window_scales,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,8 +55,7 @@ def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
 
 
 def _cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
-    """Yield (mesh, dimension of the weight, size of each packed weight in it) for each mesh of a tensor-parallel plan
-    that cuts every expert."""
+    """Yield (mesh, dimension of the weight, size of each packed weight) for each mesh that cuts every expert."""
     if not (is_parallel(experts) and is_distributed(weight)):
         return
     mesh = weight.device_mesh
@@ -128,11 +110,8 @@ class FP8Experts(ExpertWeights):
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
-    """One 3-D weight with products in FP8.
-
-    The ledger counts a product of all experts as one. Under expert parallelism `fp8_scaling` holds the states of all
-    ranks' experts; a rank records the amaxes of its own experts, and the ranks exchange them after backward.
-    """
+    """One 3-D weight with products in FP8; the ledger counts a product of all experts as one. Under expert parallelism
+    `fp8_scaling` holds the states of all ranks' experts; a rank records its own, and the ranks exchange them."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_own = own_experts(*self.fp8_owner)
@@ -202,11 +181,10 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
 
 class GroupedFunction(torch.autograd.Function):
-    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e; w is [experts, in, out] if `transposed`.
 
-    The weight is [experts, out, in], or [experts, in, out] if `transposed`. `cut`: the cut of each expert over ranks;
-    `keeps`: backward may follow; `records`: amaxes go into the rule's states; `w8`: `quantized_weight`; `arrived`: the
-    codes of x for fprop, if they exist.
+    `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go into the rule's states;
+    `w8`: `quantized_weight`; `arrived`: the codes of x for fprop, if they exist.
     """
 
     @staticmethod
@@ -284,24 +262,24 @@ def oriented_layouts(rule, cut, stored: Stored, transposed, state, rows: bool, c
     fmt = rule.forward_format
     if rule.has_blocks:
         blocks = rule.along.weight_blocks
-        along_columns = experts_in_blocks(stored, blocks, fmt, transposed) if rows else (None, None)
-        along_rows = experts_in_blocks(stored, blocks, fmt, not transposed) if columns else (None, None)
+        along_columns = grouped_scaling.experts_in_blocks(stored, blocks, fmt, transposed) if rows else (None, None)
+        along_rows = grouped_scaling.experts_in_blocks(stored, blocks, fmt, not transposed) if columns else (None, None)
         return Layouts(*along_columns, *along_rows)
     rows, columns = (columns, rows) if transposed else (rows, columns)
     split = split_of(cut, WEIGHT)
     if split is not None and transposed:
         split = split._replace(dim=1 - split.dim)
     if stored.is_in(fmt):
-        w8 = codes_of_experts(*stored)
+        w8 = grouped_scaling.codes_of_experts(*stored)
     else:
         scales = None
         if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
-            amax = amaxes_of_experts(*stored, keep_nan=True)
-            scales = power_of_two_scales(amax if split is None else split.agreed(amax), fmt)
+            amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
+            scales = grouped_scaling.power_of_two_scales(amax if split is None else split.agreed(amax), fmt)
         elif state is not None:
-            scales = delayed_scales(state, WEIGHT)
+            scales = grouped_scaling.delayed_scales(state, WEIGHT)
         lines = rule.along is not None
-        w8 = quantize_experts(stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split)
+        w8 = grouped_scaling.quantize_experts(stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split)
     return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
 
 
@@ -311,7 +289,7 @@ def _quantized_input(
     """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
     rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
     if rows and arrived is not None:
-        by_rows = arrived if rule.has_blocks else rows_as_operand(arrived, groups)
+        by_rows = arrived if rule.has_blocks else grouped_scaling.rows_as_operand(arrived, groups)
         x8 = _quantized(rule, cut, x, groups, state, INPUT, False, True) if columns else Layouts()
         return x8._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
     return _quantized(rule, cut, x, groups, state, INPUT, rows, columns) if rows or columns else Layouts()
@@ -324,22 +302,22 @@ def _quantized(rule, cut, x, groups: Groups, state, tensor: int, rows: bool, col
         lines = gradient_by_rows(rule)
         fmt = E4M3 if lines else rule.gradient_format
     if rule.has_blocks:
-        return quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
+        return grouped_scaling.quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
     if lines:
-        return quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
+        return grouped_scaling.quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
     if rule.scaling == "window":
-        amax = amaxes_of_groups(x, groups, keep_nan=True)
+        amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
         amax = amax if split is None else split.agreed(amax)
-        scales = window_scales(state, tensor, amax, fmt)
-        return quantize_groups(x, groups, fmt, scales, rows, columns)._replace(amax=amax)
-    scales = None if state is None else delayed_scales(state, tensor)
-    return quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
+        scales = grouped_scaling.window_scales(state, tensor, amax, fmt)
+        return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns)._replace(amax=amax)
+    scales = None if state is None else grouped_scaling.delayed_scales(state, tensor)
+    return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
 
 
 def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
     """Record an amax in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
-        record_amaxes(state, tensor, amax, rule.keeps_nan)
+        grouped_scaling.record_amaxes(state, tensor, amax, rule.keeps_nan)
 
 
 def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:

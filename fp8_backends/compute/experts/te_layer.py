@@ -1,10 +1,7 @@
 """The experts of a mixture in `te`: the products of `te.GroupedLinear` on the model's 3-D Parameters.
 
-Tokens are sorted by expert, and each expert's tokens are padded with rows of zeros. Every expert has its own
-quantizers, so its numbers are equal to a `TELinear` with its weight, bias and tokens. Under expert parallelism a rank
-multiplies its own experts.
-
-Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
+Each expert's tokens are padded with rows of zeros, and quantized by quantizers of its own. Imports TransformerEngine,
+so it is imported when a layer is converted or unpickled.
 """
 
 from __future__ import annotations

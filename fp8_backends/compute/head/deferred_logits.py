@@ -1,18 +1,9 @@
 """Defer the logits of an output head until somebody reads them, so that a cross-entropy can run without them.
 
-In training, a deferring head (`DefersLogits`) returns a `DeferredLogits`: a tensor with the logits' shape, dtype and
-place in the autograd graph, but no memory. It records casts, views of whole rows, and elementwise functions such as a
-softcap. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits. Any other reader (a metric, another loss)
-gets the logits, computed once, at that moment, by the layer's usual forward, with gradients.
-
-The logits of a chunk exist until its gradients are computed, in the same sweep. Forward keeps for backward the gradient
-of the hidden states, and of the weight, summed in FP32:
-
-    for each chunk     y = head(x)             loss += cross_entropy(f(y), labels)
-                       dy = softmax - labels   dx = dy @ w         dw += dy.T @ x
-
-Gradients are of the sum over the tokens, of order one for any batch, well within the range of FP8 and fp16. Backward
-multiplies the factor of the mean, and its incoming gradient with a loss scaler's factor, in FP32.
+A deferring head returns a `DeferredLogits`: shape, dtype and graph of the logits, no memory. `F.cross_entropy` of it is
+`HeadLoss`, chunk by chunk of tokens; any other reader gets the logits from the usual forward. The loss keeps for
+backward the gradient of the hidden states, and of the weight, summed in FP32. They are gradients of the sum over the
+tokens, within the range of FP8 and fp16; backward multiplies the mean's factor and its incoming gradient in FP32.
 """
 
 from __future__ import annotations
@@ -33,7 +24,7 @@ from ...kernels.triton_gate import PLAIN
 from ...tensors.scaled_tensor import stored_parts
 from ...tensors.sharded_tensor import is_distributed
 from ...torch_tools.backward_end import inside_backward
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, result_dtype
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product
 from ..refusals import refuse_second_derivative
@@ -69,8 +60,7 @@ class DefersLogits(nn.Module):
         self.fp8_is_ordinary = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        out_dtype = result_dtype(input)
         if torch.compiler.is_compiling() or not self._may_defer(input, out_dtype):
             return super().forward(input)
         return _Defer.apply(input, self.weight, self.bias, Pending(self, input, out_dtype))
@@ -140,11 +130,7 @@ class Pending:
         return self._versions() != self.versions or self.head.weight is not self.weight
 
     def logits(self) -> torch.Tensor:
-        """Return the logits without a graph, computed at the first call.
-
-        Raises:
-            FP8BackendError: see `is_stale`.
-        """
+        """Return the logits without a graph, computed at the first call. Raises `FP8BackendError` if `is_stale`."""
         if self.output is None:
             if self.is_stale:
                 raise FP8BackendError(
@@ -334,16 +320,14 @@ class HeadProducts:
         self.out_dtype = out_dtype
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, vocabulary] of the products' dtype from x [tokens, hidden]. Keeps the operand of this chunk's
-        weight gradient."""
+        """Return [tokens, vocabulary] from x [tokens, hidden], and keep this chunk's operand of wgrad."""
         self.x = x.to(self.out_dtype)
         return self.biased(plain_product(self.x, self.matrix))
 
     def gradients(
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dx [tokens, hidden] and dw [vocabulary, hidden] of the last chunk, as requested, from dlogits [tokens,
-        vocabulary]. All of the products' dtype."""
+        """Return the last chunk's dx [tokens, hidden] and dw [vocabulary, hidden], as requested."""
         dx = plain_product(dlogits, self.matrix.t()) if of_input else None
         dw = plain_product(dlogits.t(), self.x.t()) if of_weight else None
         return dx, dw
@@ -353,12 +337,9 @@ class HeadProducts:
 
 
 def tokens_of_chunk(tokens: int, hidden: int) -> int:
-    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about equally many.
-
-    Each chunk but the first adds to the FP32 gradient of the weight, 10 bytes an element: on an H200, a tenth of the
-    time of FP8 products with as many tokens as the hidden size. The gradient of a single chunk stays in the products'
-    dtype, and its logits need no more memory than this sum.
-    """
+    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about equally many. Each
+    chunk but the first adds to the FP32 gradient of the weight, 10 bytes an element: on an H200, a tenth of the time of
+    FP8 products with as many tokens as the hidden size. A single chunk's gradient stays in the products' dtype."""
     number = -(-tokens // (2 * hidden)) or 1
     return -(-tokens // (number * ROWS)) * ROWS or ROWS
 
@@ -369,15 +350,8 @@ def chunk_loss(
     options: CrossEntropy,
     elementwise: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits in their
-    dtype.
-
-    Args:
-        logits: [tokens, vocabulary] from the head; the gradient may reuse their memory.
-        labels: int64 [tokens].
-        elementwise: the model's function of its logits before the loss, such as a softcap: any differentiable
-            elementwise function; None: only casts.
-    """
+    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits [tokens,
+    vocabulary], whose memory it may reuse. `elementwise`: the model's function before the loss, such as a softcap."""
     scores = leaf = logits
     if elementwise is not None:
         with torch.enable_grad():
@@ -393,10 +367,7 @@ def chunk_loss(
 
 class HeadLoss(torch.autograd.Function):
     """The loss, FP32 and 0-dimensional, of hidden states x [tokens, hidden] under a head's weight [vocabulary, hidden]
-    and bias, multiplied by `products`. x, weight and bias only receive gradients.
-
-    Backward calls `on_backward(of_input, of_weight)`.
-    """
+    and bias, multiplied by `products`. Backward calls `on_backward(of_input, of_weight)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, products, elementwise, options, on_backward):

@@ -1,19 +1,10 @@
 """The `native` backend: FP8 linear layers in plain PyTorch, with all three products in FP8.
 
-One layer under the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
-
     forward     x8, w8 = quantize(x), quantize(w)            y  = x8 @ w8.T
     backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
-Backward keeps only x8 and w8, half the bytes of bf16. Layers with the same input (q, k and v of an attention) share one
-x8, and microbatches may share w8 (`SharedCodes`). Each tensor is cast into the two layouts of its products, or into one
-with a view (`kernels.quantize`). `rowwise`, `blockwise` and `mxfp8` quantize along the contraction, once for
-each product: forward keeps a column-wise copy of x, made from high precision, and backward quantizes the weight again.
-
-A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data is cast to w8 without a copy of
-its values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) are stored likewise.
-
-Mixtures of experts in transformers, with weights in one 3-D Parameter, run the same products in groups (`experts`).
+Rules with scales along the contraction quantize once for each product: forward keeps a column-wise copy of x, made from
+high precision, and backward quantizes the weight again.
 """
 
 from __future__ import annotations
@@ -32,7 +23,7 @@ from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
-from ..counts import KINDS, ProductCounts
+from ..counts import ProductCounts
 from ..experts import native_layer as fp8_experts
 from ..experts.grouped_products import grouped_engine_for
 from ..experts.native_layer import FP8Experts, FP8ExpertWeight
@@ -157,9 +148,6 @@ class NativeCompute(Compute):
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()
 
-    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
-
     def transient_bytes_per_element(self, module: FP8Products) -> float:
         # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
         # weight stored in FP8 is its own codes
@@ -227,14 +215,11 @@ class NativeCompute(Compute):
 
 
 class RollDelayedStates:
-    """Roll every layer's delayed state, before each training forward of the prepared root. Each optimizer step rolls
-    too, for loops that call submodules. A state with no new amax does not change.
+    """Roll every layer's delayed state before each training forward of the prepared root, and at each optimizer step,
+    for loops that call submodules. A state with no new amax does not change.
 
-    In a loop of forward and backward, scales and histories equal TransformerEngine's, which rolls states at the end of
-    a forward and in its backward. Evaluation, recomputation and forwards without gradients leave the state alone;
-    TransformerEngine lets the next step see the amax of a forward without gradients, too.
-
-    A class, unlike a closure, pickles with the model.
+    In a loop of forward and backward, scales and histories equal TransformerEngine's. Evaluation, recomputation and
+    forwards without gradients leave the state alone. A class, unlike a closure, pickles with the model.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -266,8 +251,7 @@ def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Group the states of all layers of this rule by (device, rule, size), one computation each. Returns live states
-    and a stacked copy with all amaxes so far."""
+    """Group the states of this rule by (device, rule, size): live states, and a stacked copy with all amaxes."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:

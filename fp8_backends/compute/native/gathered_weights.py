@@ -1,13 +1,8 @@
 """The codes of a native layer's weight for FSDP2 to gather, 1 byte an element.
 
 A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
-for the weight, one for each row or column, or one for each block, even if a shard has only a part of it. No scale
-travels: every rank computes them from the amaxes. For mxfp8, the ranks agree only on the exponents, in eight bits: they
-never fall as the amax rises.
-
-Rules with scales along the contraction but not in squares (`rowwise`, `mxfp8`) have different codes for dgrad.
-
-Experts, in 3-D Parameters, are whole on a rank, each with its own scales.
+for the weight, each row or column, or each block. No scale travels: every rank computes them. For mxfp8, the ranks
+agree only on the exponents, in eight bits: they never fall as the amax rises. Experts are whole on a rank.
 """
 
 from __future__ import annotations
@@ -15,19 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...formats.scaling import (
-    MX,
-    ROWS,
-    SQUARES,
-    WEIGHT,
-    Blocks,
-    delayed_scale,
-    e8m0_values,
-    power_of_two_scale,
-    scale_from_amax,
-    scale_inv_of,
-    times,
-)
+from ...formats import scaling
+from ...formats.scaling import MX, ROWS, SQUARES, WEIGHT, Blocks, times
 from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
@@ -118,18 +102,20 @@ class WeightCodes:
         rule = self.layer.fp8_rule
         if rule.along is None:
             scale = self._scale(agreed)
-            return scale, scale_inv_of(scale, agreed)
+            return scale, scaling.scale_inv_of(scale, agreed)
         blocks = rule.along.weight_blocks
         if blocks is MX:
-            return e8m0_values(254 - agreed), agreed
+            return scaling.e8m0_values(254 - agreed), agreed
         scale = blocks.scale(agreed, rule.forward_format)
         return scale, blocks.inverse(scale, agreed)
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         rule = self.layer.fp8_rule
         if rule.scaling == "delayed":
-            return delayed_scale(self.layer.fp8_scaling, WEIGHT)
-        return (power_of_two_scale if rule.scaling == "window" else scale_from_amax)(amax, rule.forward_format)
+            return scaling.delayed_scale(self.layer.fp8_scaling, WEIGHT)
+        return (scaling.power_of_two_scale if rule.scaling == "window" else scaling.scale_from_amax)(
+            amax, rule.forward_format
+        )
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
         """Return one amax for each block of the whole weight, in its layout."""

@@ -6,19 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats import scaling
 from ...formats.formats import Format
-from ...formats.scaling import (
-    MX,
-    ROWS,
-    SQUARES,
-    VECTORS,
-    WEIGHT,
-    Blocks,
-    Quantized,
-    delayed_scale,
-    new_delayed_state,
-    new_window_state,
-)
+from ...formats.scaling import MX, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...tensors import gathered_codes
@@ -102,8 +92,7 @@ class LayerRule(NamedTuple):
 
     @property
     def gathers_codes(self) -> bool:
-        """Return True if an input split over ranks by tokens is gathered as codes: one scale, so that they serve all
-        its products."""
+        """Return True if an input split by tokens is gathered as codes: one scale serves all products."""
         fprop, _, wgrad = self.high_precision
         return self.fp8_activations and self.along is None and not (fprop or wgrad)
 
@@ -127,8 +116,8 @@ class LayerRule(NamedTuple):
 def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
     """Return a fresh state for one weight matrix; None for a rule without state."""
     if rule.scaling == "delayed":
-        return new_delayed_state(history_len, device)
-    return new_window_state(device) if rule.scaling in STATEFUL else None
+        return scaling.new_delayed_state(history_len, device)
+    return scaling.new_window_state(device) if rule.scaling in STATEFUL else None
 
 
 def quantized(
@@ -144,19 +133,16 @@ def quantized(
     stored_scale_inv: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize a matrix [rows, columns] by the rule.
+    """Quantize a matrix [rows, columns] by the rule: `tensor` is INPUT, WEIGHT or GRAD_OUTPUT, `state` the layer's,
+    read-only; `quantization.quantize` has the other arguments.
 
-    Args:
-        state: the layer's state, for a rule that has one; read-only.
-        tensor: INPUT, WEIGHT or GRAD_OUTPUT.
-        rows, columns, record, stored_scale_inv, amax: see `quantization.quantize`.
-        split: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule: ranks
-            agree on its states after backward.
+    `split`: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule, whose states
+    the ranks agree on after backward.
     """
     if rule.along is not None:
         blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
-    scale = delayed_scale(state, tensor) if rule.scaling == "delayed" else None
+    scale = scaling.delayed_scale(state, tensor) if rule.scaling == "delayed" else None
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
     of_amax = {"rule": DYNAMIC}
@@ -177,8 +163,7 @@ def _in_blocks(
     split: Split | None,
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
-    """Run `quantization.quantize_blocks` on this rank's part of a matrix. No block crosses ranks, except whole rows of
-    a matrix cut along them."""
+    """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
     is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
@@ -198,8 +183,7 @@ class Stored(NamedTuple):
     data: torch.Tensor
     """FP32, bf16 or fp16; FP16 or FP8 of a `ScaledTensor`."""
     scale_inv: torch.Tensor | None
-    """FP32, 0-dimensional, or one for each block of SQUARES, or the scales of gathered codes; None: the data are the
-    values."""
+    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the values."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, product: str = gathered_codes.FPROP) -> Stored:
@@ -247,8 +231,7 @@ class Stored(NamedTuple):
         return quantized(self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax)
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None) -> Quantized:
-        """Quantize with a scale for each block of `data`, or of its transpose. Stored FP8 codes have one scale in every
-        block."""
+        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every block."""
         if self.is_in(fmt):
             codes = self.data.t() if transposed else self.data
             if self.scale_inv.dim():  # an FP8 checkpoint's, in SQUARES

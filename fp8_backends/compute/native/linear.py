@@ -8,19 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ...formats.scaling import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    Quantized,
-    delayed_scale,
-    power_of_two_scale,
-    record_amax,
-    record_window_amax,
-    scale_from_amax,
-    tensor_amax,
-    window_scale,
-)
+from ...formats import scaling
+from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes
@@ -30,10 +19,11 @@ from ...tensors.scaled_tensor import ScaledTensor, quantize
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast, in_blocks
 from ..conv1d import conv1d_form
+from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
-from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms
+from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
 from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
@@ -53,11 +43,8 @@ class FP8Products(KeepsLedger):
     """The FP8 products of a layer, mixed into its original class by conversion, which keeps the layer's Parameters.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. Products have the output's dtype, for gradients too (except as in `wgrad_dtype`). In
-    eval mode the layer computes in high precision unless the recipe sets `use_autocast_during_eval`.
-
-    The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
-    multiplied without a cast. Its gradient is plain, with the dtype of the weight's values.
+    on, else in the input's; products and gradients have it too (except as in `wgrad_dtype`). The gradient of a
+    `ScaledTensor` is plain, with the dtype of the weight's values.
     """
 
     transposed_weight = False
@@ -82,9 +69,7 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        in_fp8 = self.training or self.fp8_rule.fp8_in_eval
+        out_dtype, in_fp8 = result_dtype(input), self.training or self.fp8_rule.fp8_in_eval
         if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
@@ -101,12 +86,7 @@ class FP8Products(KeepsLedger):
         x, weight, bias, cut = operands[:4]
         stored = Stored.of(weight)
         matrix = self._matrix(stored)
-        in_features = matrix.data.shape[1]
-        if x.shape[-1] != in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
-                f"its last dimension must be {in_features}"
-            )
+        refuse_width(x, matrix.data.shape[1])
         state = self.fp8_scaling
         recorded = state if differentiable and self.training else None
         x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
@@ -144,8 +124,7 @@ class FP8Products(KeepsLedger):
     def _quantized_weight(
         self, weight: Stored, cut: Cut | None, for_dgrad: bool, recorded: torch.Tensor | None
     ) -> Layouts:
-        """Quantize w [out, in] for fprop, and for dgrad if the same codes serve; empty for a weight stored in FP8.
-        `recorded`: the state that keeps its amax."""
+        """Quantize w [out, in] for fprop, and dgrad if the same codes serve; empty for a weight stored in FP8."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         # kept codes serve all later forwards
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
@@ -171,7 +150,7 @@ class FP8Products(KeepsLedger):
 
     def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
         """Record an amax that no cast has recorded."""
-        (record_amax if self.fp8_rule.scaling == "delayed" else record_window_amax)(state, tensor, amax)
+        (scaling.record_amax if self.fp8_rule.scaling == "delayed" else scaling.record_window_amax)(state, tensor, amax)
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
@@ -203,15 +182,15 @@ class FP8Products(KeepsLedger):
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
         if rule.along is not None:
             return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
-        amax = tensor_amax(matrix)
+        amax = scaling.tensor_amax(matrix)
         if rule.scaling == "delayed":
-            scale = delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
+            scale = scaling.delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
         elif rule.scaling == "dynamic":
-            scale = scale_from_amax(amax, fmt)
+            scale = scaling.scale_from_amax(amax, fmt)
         elif tensor == WEIGHT:
-            scale = power_of_two_scale(amax, fmt)
+            scale = scaling.power_of_two_scale(amax, fmt)
         else:
-            scale = window_scale(self.fp8_scaling, tensor, amax, fmt)
+            scale = scaling.window_scale(self.fp8_scaling, tensor, amax, fmt)
         return Cast(matrix, fmt, amax, scale)
 
     def _cast_by_optimizer(self, weight: torch.Tensor, stored: Stored) -> Cast | None:
@@ -219,7 +198,7 @@ class FP8Products(KeepsLedger):
             return None
         exact = self._matrix(Stored(weight.exact(torch.float32), None)).data
         scale = stored.scale_inv.reciprocal()
-        return Cast(exact, self.fp8_rule.forward_format, tensor_amax(exact), scale, codes=stored.data)
+        return Cast(exact, self.fp8_rule.forward_format, scaling.tensor_amax(exact), scale, codes=stored.data)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -248,12 +227,9 @@ def __getattr__(name: str) -> Any:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w.T + b of quantized operands; x and w only carry the gradients, unless a product stays in high precision
-    or the rule quantizes the weight again.
-
-    x8, w8: `Layouts` of x and of w; w8 is empty for a weight stored in FP8. `stored`: the Parameter in memory.
-    `transposed`: the Parameter holds w.T. `cut`: x and w are one rank's parts, and y may be a partial sum.
-    """
+    """y = x @ w.T + b of quantized operands `x8` and `w8`, which is empty for a weight stored in FP8. x and w only
+    carry the gradients, unless a product stays in high precision or the rule quantizes the weight again. `stored`: the
+    Parameter in memory, w.T if `transposed`. `cut`: x and w are one rank's parts, and y may be a partial sum."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, cut, x8, w8, stored):
@@ -323,8 +299,7 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
 
 
 def is_checkpointed() -> bool:
-    """Return True if backward may run this forward again. A checkpoint with `use_reentrant` looks like any other
-    forward without gradients."""
+    """Return True if backward may run this forward again; `use_reentrant` looks like a forward without gradients."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():

@@ -1,10 +1,9 @@
 """Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by layers.
 
-Eager code counts in Python integers and records amaxes in the scaling state. Compiled code counts in tensors. Its
-forward changes one of them like any buffer. Its backward cannot: AOT autograd saves backward's inputs as forward found
-them, so of two backwards after two forwards the second would undo the first, or be refused. Backward's notes therefore
-go through two operators, `note_backward` and `take_amaxes`, which change memory without AOT autograd's knowledge. They
-are declared effectful: kept without a reader of their result, run in order, and never run again by recomputation.
+Eager code counts in Python integers and records amaxes in the scaling state; compiled code does both in tensors. AOT
+autograd saves backward's inputs as forward found them: of two backwards after two forwards the second would undo the
+first. Backward's notes therefore go through two operators that change memory without its knowledge. Declared effectful,
+they are kept without a reader of their result, run in order, and never run again by recomputation.
 """
 
 from __future__ import annotations
@@ -34,20 +33,15 @@ FPROPS = 2
 
 
 class Ledger:
-    """The counts of one layer with any number of scaling states, and the uncollected notes of its compiled code: int32,
-    amaxes as FP32 bits, since wrappers cast floating-point tensors.
-
-    Args:
-        first: the index of the layer's first state among all; above 0 under expert parallelism.
-    """
+    """The counts of one layer with any number of scaling states (from `first` on), and the uncollected notes of its
+    compiled code: int32, amaxes as FP32 bits, since wrappers cast floating-point tensors."""
 
     def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
         self.first = first
         self.counts = ProductCounts()
         """Eager code's products."""
         self.of_forward = torch.zeros((3, states), dtype=torch.int32, device=device)
-        """Compiled code's largest amaxes of INPUT and WEIGHT, and its number of fprops, the same for all states; one
-        tensor, hence one kernel."""
+        """Compiled code's largest amaxes of INPUT and WEIGHT, and its fprops; one tensor, hence one kernel."""
         self.dgrads_wgrads = torch.zeros(2, dtype=torch.int32, device=device)
         """Compiled code's numbers of dgrads and wgrads."""
         self.grad_output = torch.zeros(states, dtype=torch.int32, device=device)
@@ -64,11 +58,8 @@ class Ledger:
                 setattr(self, name, function(value))
 
     def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
-        """Count the product of a forward, if it ran in FP8. Compiled code also notes these amaxes, FP32 [states] or
-        0-dimensional; eager code has recorded them.
-
-        Compiled code counts each forward once, recomputation included.
-        """
+        """Count the product of a forward, if it ran in FP8. Compiled code counts recomputation too, and notes these
+        amaxes, FP32 [states] or 0-dimensional; eager code has recorded them."""
         if not torch.compiler.is_compiling():
             if fprop:
                 self.counts.add(RECOMPUTED if inside_backward() else FPROP)
@@ -82,8 +73,7 @@ class Ledger:
         noted.copy_(new)
 
     def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
-        """Return the place for a cast to record its amax: FP32 bits in int32, 0-dimensional; None if it records none,
-        as in compiled code."""
+        """Return the place for a cast to record its amax, FP32 bits in int32; None if it records none."""
         if state is None or torch.compiler.is_compiling() or (tensor == WEIGHT and rule.scaling == "window"):
             return None
         return state.select(0, tensor).select(0, HISTORY)
@@ -113,8 +103,7 @@ class Ledger:
 
 
 class SharedCodes:
-    """Codes for several layers to read (of an activation) or several microbatches of a step (of a weight). One for all
-    layers of a prepared model."""
+    """Codes for several layers (of an activation) or microbatches (of a weight) of a prepared model."""
 
     def __init__(self, keeps_weights: bool = False) -> None:
         self.keeps_weights = keeps_weights
@@ -123,11 +112,8 @@ class SharedCodes:
         self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
 
     def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier layer's result for this very tensor and key. Held for the tensor's lifetime.
-
-        Shares only results of autograd: a leaf, such as a batch in a numpy array or in a CUDA graph's static input, can
-        change without a trace.
-        """
+        """Return quantize(), or an earlier layer's result for this very tensor and key, held for the tensor's lifetime.
+        Only for results of autograd: a leaf, such as a batch in a numpy array, can change without a trace."""
         if torch.compiler.is_compiling() or x.grad_fn is None:
             return quantize()  # a compiler finds equal casts itself
         version, codes = self._inputs.get(x, (None, None))
@@ -147,12 +133,9 @@ class SharedCodes:
         self._weights.clear()
 
     def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key.
-
-        Notices new memory and in-place changes, but not changes through `weight.data`, which autograd does not count.
-        Keeps codes only in training, and only of whole weights: sharded ones are gathered for each forward, and their
-        codes would need the memory saved by sharding.
-        """
+        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key. Misses changes
+        through `weight.data`, which autograd does not count. Keeps codes only in training, and only of whole weights:
+        codes of gathered ones would need the memory saved by sharding."""
         if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
             return quantize()
         memory = _memory_of(layer.weight)
@@ -234,8 +217,7 @@ class KeepsLedger(nn.Module):
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
-    """Move the amaxes noted by compiled code from these layers' ledgers to their stacked states, int32 [states, 3, 2 +
-    history length], in place."""
+    """Move amaxes noted by compiled code to the stacked states, int32 [states, 3, 2 + history length], in place."""
     of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
     take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
     of_backward = take([ledger.grad_output for ledger in ledgers])

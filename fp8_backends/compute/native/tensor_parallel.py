@@ -1,18 +1,9 @@
 """Multiply by a weight cut over the ranks of a tensor-parallel mesh: PyTorch's `parallelize_module`, transformers'
 `tp_plan`.
 
-The Parameter is a DTensor, and each rank multiplies its part:
-
-==========  ===============  =========  ===========  ============
-style       weight           input      output       input's grad
-==========  ===============  =========  ===========  ============
-colwise     rows, Shard(0)   whole      columns      partial sum
-rowwise     columns, (1)     columns    partial sum  columns
-replicated  whole            as it is   as it is     as it is
-==========  ===============  =========  ===========  ============
-
-An operand in parts gets its scale from the amax of the whole, by a maximum over the ranks: its codes are those of one
-process, to the bit. The styles' own hooks, or transformers' wrappers, do the rest.
+The Parameter is a DTensor, and each rank multiplies its part. An operand in parts gets its scale from the amax of the
+whole, by a maximum over the ranks: its codes are those of one process, to the bit. Outputs are columns (colwise) or
+partial sums (rowwise); the styles' own hooks, or transformers' wrappers, do the rest.
 """
 
 from __future__ import annotations
@@ -41,8 +32,7 @@ _CUTS: dict[str, tuple[int | None, int | None, int | None]] = {
     REPLICATED: (None, None, None),
     OF_TOKENS: (0, None, 0),
 }
-"""The cut dimension of the input [tokens, in], the weight [out, in] and the output's gradient [tokens, out], in the
-order of INPUT, WEIGHT and GRAD_OUTPUT."""
+"""The cut dimension of input [tokens, in], weight [out, in] and output's gradient [tokens, out]."""
 
 
 class Split(NamedTuple):
@@ -108,8 +98,7 @@ class Operands(NamedTuple):
     view: tuple = ()
     """The geometry of this input in `origin`."""
     is_gathered: bool = False
-    """True to gather the codes of all tokens from the ranks of `origin`. `input` then has the shape of the whole, and
-    no values."""
+    """True to gather the codes of all tokens from the ranks of `origin`; `input` then has no values."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -123,8 +112,7 @@ class Operands(NamedTuple):
 
 
 def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
-    """Return the reason to keep the layer's parts in high precision, or None: a part is empty, or a block of the weight
-    crosses ranks and would get two scales."""
+    """Return the reason to keep the parts in high precision, or None: one is empty, or ranks share a block."""
     length = (blocks and blocks.columns) or 1
     return part_obstacle(layer, length, cut_of_a_block(length))
 
@@ -136,12 +124,8 @@ def cut_of_a_block(length: int) -> str:
 
 
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
-    """Return this rank's parts of a layer's input, weight and bias.
-
-    Raises:
-        FP8BackendError: the weight is a DTensor and the input is not, the mesh has more dimensions, or there is a
-            `cut_obstacle`.
-    """
+    """Return this rank's parts of a layer's input, weight and bias. Raises `FP8BackendError` for a distributed weight
+    with a plain input, on a mesh of more dimensions, or with a `cut_obstacle`."""
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
         # transformers calls some layers with local tensors, and wraps their output
@@ -192,8 +176,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _WithoutValues(torch.autograd.Function):
-    """A tensor with the whole shape of a DTensor of tokens. In backward each rank has one summand of its gradient for
-    all tokens, and gets the sum for its own."""
+    """A DTensor's whole shape, without values. Backward sums the ranks' gradients for their own tokens."""
 
     @staticmethod
     def forward(ctx, x):
@@ -209,8 +192,7 @@ class _WithoutValues(torch.autograd.Function):
 
 
 def gathered(tokens: Any, part: Layouts) -> Layouts:
-    """Gather the codes [all tokens, in] of a DTensor split by tokens from this rank's part, one byte an element on the
-    wire; the scale is the same on all ranks."""
+    """Gather the codes [all tokens, in] of a DTensor split by tokens, a byte an element; ranks share the scale."""
     from torch.distributed.tensor import DTensor, Replicate
 
     local = part.codes.view(torch.uint8).view(tokens.to_local().shape)

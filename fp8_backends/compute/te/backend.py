@@ -1,11 +1,7 @@
 """The `te` backend: NVIDIA's TransformerEngine on the model's own Parameters.
 
-TransformerEngine runs in FP8 inside its global `autocast`, and updates the delayed scales at its end. This backend
-enters it around the forward of the prepared root, so that stock training loops need not, and mends the weak points of
-`te.Linear`: rows are padded, recomputation uses the scales of the original forward, evaluation changes no scale, and
-checkpoints hold plain tensors.
-
-`native:delayed` follows TransformerEngine's rule of delayed scaling on any device, with the same fields.
+It enters TransformerEngine's global `autocast` around the forward of the prepared root, pads rows, recomputes with the
+scales of the original forward, and keeps checkpoints plain (docs/transformer_engine.rst).
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import is_distributed, local_part
 from ...tensors.statistics import Cast, in_blocks
 from .. import chips, hardware
-from ..counts import WGRAD, ProductCounts
+from ..counts import ProductCounts
 from ..experts import functions
 from ..experts.functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
@@ -87,8 +83,7 @@ class TransformerEngineCompute(Compute):
         return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse fields that TransformerEngine accepts and ignores, except a weight gradient in high precision
-        (`linear.PlainWgrad`)."""
+        """Refuse fields that TransformerEngine ignores, except wgrad in high precision (`linear.PlainWgrad`)."""
         if recipe.interval != 1:
             raise RecipeError(
                 f"interval={recipe.interval}: TransformerEngine ignores it since version 2.4; "
@@ -186,9 +181,6 @@ class TransformerEngineCompute(Compute):
     def products(self, module: TEProducts | TEExpertWeight) -> ProductCounts:
         return module.te_counts
 
-    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        return (WGRAD,) if recipe.override_linear_precision[2] else ()
-
     def transient_bytes_per_element(self, module: TEProducts | TEExpertWeight) -> float:
         # the weight's codes, kept from forward to backward, and their transposed copy for dgrad
         from .recipes import transposed_copies
@@ -266,11 +258,7 @@ def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | Non
 
 
 def load() -> Any:
-    """Import TransformerEngine's PyTorch module.
-
-    Raises:
-        BackendUnavailableError: it does not load, with the reason and the fix.
-    """
+    """Import TransformerEngine's PyTorch module. Raises `BackendUnavailableError` if it does not load."""
     try:
         import transformer_engine.pytorch as te
     except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError

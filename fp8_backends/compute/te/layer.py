@@ -1,12 +1,8 @@
 """The common part of all `te` layers: FP8 regions, counts of products, and scales.
 
-TransformerEngine's autocast is one for the process. A `Region` enters it around the forward of a prepared root, or of
-one layer, and leaves the global state as it was.
-
-TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
-(all in one call). They are wrapped where the layers look them up: a call with only FP8 operands is a product, and its
-layout tells the kind. It belongs to the layer whose forward or autograd node runs. (docs/patches.rst lists
-alternatives.)
+TransformerEngine's layers multiply by `general_gemm`, and experts by `general_grouped_gemm` (all in one call). They are
+wrapped where the layers look them up: a call with only FP8 operands is a product of the layer whose forward or autograd
+node runs, and its layout tells the kind (docs/patches.rst lists alternatives).
 
 Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
@@ -75,18 +71,11 @@ class ModelState:
         self._updates_after, self._updates_forward = -1, False
 
 
-# Regions
-
-
 class Region:
     """TransformerEngine's autocast with the recipe of one model, around a forward.
 
-    Args:
-        records: True for a training forward: TransformerEngine takes its amaxes into the scales at the end of the
-            outermost region. Other forwards leave scales and amaxes unchanged.
-
-    Raises:
-        RecipeError: it records delayed scales in a stage of a pipeline.
+    A region that `records` is a training forward's: TransformerEngine takes its amaxes into the scales at the end of
+    the outermost one. Raises `RecipeError` if it records delayed scales in a stage of a pipeline.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
@@ -140,8 +129,7 @@ _thread = _Thread()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8 before its forward, and leave it
-    afterwards, also after an error."""
+    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8, and leave it."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -191,8 +179,7 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 
 def _running_calls() -> list[FrameType | None]:
-    """Return the module calls that run in this thread, the innermost first, then None for compiled ones, which have no
-    frame."""
+    """Return this thread's module calls, the innermost first, then None for compiled ones, without a frame."""
     calls: list[FrameType | None] = []
     frame = inspect.currentframe()
     while frame is not None:
@@ -215,8 +202,6 @@ def remember_scales(layers: list[nn.Module]) -> None:
             [layer.te_used_scale for layer in layers], [layer.delayed_state("forward").scale for layer in layers]
         )
 
-
-# Products
 
 _PLACES = (
     (te_linear_module, "general_gemm"),
@@ -241,11 +226,7 @@ _running = _Running()
 
 
 def _count_products() -> None:
-    """Wrap the functions that multiply, unless they are.
-
-    Raises:
-        FP8BackendError: this version of TransformerEngine multiplies by other functions.
-    """
+    """Wrap the functions that multiply, once. Raises `FP8BackendError` if TransformerEngine has others."""
     if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
         raise FP8BackendError(
             f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
@@ -269,8 +250,7 @@ def _counted(multiply: Callable) -> Callable:
 
 
 def _is_fp8(operand: Any) -> bool:
-    """Return True for a quantized tensor of TransformerEngine, which has an FP8 dtype in all versions, or a list of
-    them (grouped products)."""
+    """Return True for TransformerEngine's quantized tensor, or a list of them (grouped products)."""
     parts = operand if isinstance(operand, (list, tuple)) else [operand]
     return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)
 
@@ -288,15 +268,9 @@ def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
     _running.task = torch._C._current_graph_task_id()
 
 
-# Layers
-
-
 class TELayer:
     """Mixed into a class of TransformerEngine: correct outside of an FP8 region, and recomputed by plain
-    `torch.utils.checkpoint`.
-
-    A recomputed layer uses the scales of its last training forward, and changes none.
-    """
+    `torch.utils.checkpoint`, with the scales of its last training forward, which it leaves unchanged."""
 
     te_state: ModelState
     matrices = 1
@@ -306,14 +280,8 @@ class TELayer:
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    # forward
-
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Multiply the rows of x, in the region of the root's forward or in one for this layer.
-
-        Args:
-            arguments: further arguments of `_multiply`.
-        """
+        """Multiply the rows of x, in the region of the root's forward or in one for this layer."""
         state = self.te_state
         if inside_backward():
             return self._recomputed(x, *arguments)
@@ -355,8 +323,6 @@ class TELayer:
         """Call TransformerEngine's own forward, inside a region."""
         raise NotImplementedError
 
-    # scaling state
-
     def ensure_state(self) -> None:
         """Create the layer's delayed scaling state inside a region, unless TransformerEngine has done so."""
         if "scaling_fwd" in self.fp8_meta or not self.te_state.te_recipe.delayed():
@@ -370,8 +336,7 @@ class TELayer:
             self.te_used_scale = self.delayed_state("forward").scale.clone()
 
     def delayed_state(self, direction: str) -> Any:
-        """Return TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history`
-        [L, n]; None before the first forward."""
+        """Return TransformerEngine's recipe state, `scale` [n] and `amax_history` [L, n]; None before any forward."""
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
@@ -421,11 +386,8 @@ class TELayer:
             live.scale.copy_(state[f"{direction}_scale"])
             live.amax_history.copy_(state[f"{direction}_amax_history"])
 
-    # copies
-
     def _fresh(self) -> dict[str, Any]:
-        """Return the attributes of a layer that has not run: ours, and TransformerEngine's except for the constructor's
-        arguments."""
+        """Return a fresh layer's attributes: ours, and TransformerEngine's but for the constructor's arguments."""
         recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
             "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state

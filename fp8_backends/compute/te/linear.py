@@ -1,5 +1,4 @@
-"""The layers of `te` for a Linear and for transformers' `Conv1D`. Imports TransformerEngine, so it is imported when a
-layer is converted or unpickled."""
+"""The layers of `te` for Linear and `Conv1D`. Imports TransformerEngine, so it is imported with a layer."""
 
 from __future__ import annotations
 
@@ -13,22 +12,19 @@ from torch import nn
 
 from ...tensors.scaled_tensor import ScaledTensor
 from ..conv1d import conv1d_form
+from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..refusals import saved_by_name
+from ..refusals import refuse_width, saved_by_name
 from . import weights
 from .layer import ModelState, TELayer
 
 
 class TEProducts(TELayer, te.Linear):
-    """`te.Linear` on the Parameters of the original layer, correct also for any number of rows, outside of FP8 regions,
-    and recomputed by plain `torch.utils.checkpoint`.
+    """`te.Linear` on the Parameters of the original layer, for any number of rows, outside of FP8 regions too.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. In eval mode, unless the recipe says `use_autocast_during_eval`, it is `F.linear`.
-
-    `torch.compile` leaves the FP8 part of the layer out of its graphs: TransformerEngine's delayed scaling cannot be
-    traced.
+    on, else in the input's dtype. `torch.compile` leaves it out of its graphs: delayed scaling cannot be traced.
     """
 
     transposed_weight = False
@@ -60,11 +56,8 @@ class TEProducts(TELayer, te.Linear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """Return the weight as [out, in], on the memory of the Parameter.
-
-        Raises:
-            FP8BackendError: it is frozen, and a plain copy of it in a state dict was written to.
-        """
+        """Return the weight as [out, in], on the memory of the Parameter. Raises `FP8BackendError` if a plain copy of a
+        frozen one in a state dict was written to."""
         is_frozen = weights.is_frozen(self.weight)
         if is_frozen:
             self.te_copies.check()
@@ -72,19 +65,11 @@ class TEProducts(TELayer, te.Linear):
             return self.weight
         return weights.transposed(self.weight) if is_frozen else self.weight.t()
 
-    # forward
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        in_fp8 = self.training or self.te_state.in_eval
+        in_fp8, dtype = self.training or self.te_state.in_eval, result_dtype(input)
         if not in_fp8 or dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return F.linear(input, weights.plain(self.matrix), self.bias)
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(input.shape)}; "
-                f"its last dimension must be {self.in_features}"
-            )
+        refuse_width(input, self.in_features)
         return self._forward_in_fp8(input)
 
     @torch.compiler.disable
@@ -106,8 +91,6 @@ class TEProducts(TELayer, te.Linear):
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
             return te.Linear.forward(self, x)
-
-    # the other duties of a module
 
     @property
     def is_fsdp2(self) -> bool:
@@ -156,13 +139,9 @@ def __getattr__(name: str) -> Any:
 
 
 class PlainWgrad(torch.autograd.Function):
-    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`.
-
-    TransformerEngine had this until version 2.1. Here it gets the weight detached, so it computes fprop, dgrad and the
-    bias gradient, and keeps no codes of the input. This function returns y unchanged. Its backward computes the
-    gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y, as
-    TransformerEngine did.
-    """
+    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`, as TransformerEngine had
+    it until 2.1. It gets the weight detached, and keeps no codes of the input. Returns y unchanged; backward computes
+    the gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

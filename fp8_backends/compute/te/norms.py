@@ -1,14 +1,8 @@
 """Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same Parameters.
 
-`nn.LayerNorm`, `nn.RMSNorm` and models' own RMSNorms (Llama, Mistral, Qwen, T5; Gemma multiplies by 1 + weight) become
-`te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by a trial: its result for a small FP32 input is compared
-with the formula. Other norms stay, with the reason in the report.
-
-The result has the autocast dtype if autocast is on, else the weight's, as everywhere in TransformerEngine; PyTorch's
-own norms return FP32 under autocast. Inside, both compute in FP32. In eval mode, unless the recipe says
-`use_autocast_during_eval`, the module computes as its original class, like the linear layers.
-
-Imports TransformerEngine only when a norm is swapped.
+A class other than PyTorch's own is recognised by a trial: its result for a small FP32 input is compared with the
+formula. The result has the autocast dtype if autocast is on, else the weight's; PyTorch's own norms return FP32 under
+autocast. Evaluation runs the original class, as in the linear layers. Imports TransformerEngine only at a swap.
 """
 
 from __future__ import annotations
@@ -27,6 +21,7 @@ from torch import nn
 
 from ...tensors.sharded_tensor import full_shape
 from ...torch_tools.modules import forward_obstacle
+from ..counts import result_dtype
 from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
@@ -36,8 +31,7 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Return every normalisation layer over the last dimensions in `root` except swapped ones, with its carrier or the
-    reason against one."""
+    """Return the unswapped norms over last dimensions in `root`, with carrier or the reason against one."""
     modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
     return [_norm(module, in_eval) for module in modules if _is_norm(module)]
 
@@ -56,9 +50,6 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     for name in common:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
-
-
-# recognition
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -107,8 +98,7 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
 
 @torch.no_grad()
 def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
-    """Return True if the module computes the formula, tried on a copy with other Parameters: FP32, on the CPU, without
-    hooks."""
+    """Return True if a copy of the module with other Parameters computes the formula in FP32, on the CPU."""
     # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of `features` squares in
     # FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
@@ -137,9 +127,6 @@ def _formula(
     return y if bias is None else y + bias
 
 
-# swapping
-
-
 def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
     """Return a module of the new class with TransformerEngine's attributes."""
     import transformer_engine.pytorch as te
@@ -166,10 +153,8 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_use = self.training or self.te_in_eval
-        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+        if not in_use or result_dtype(x) not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
             return original.forward(self, x)
         return in_te(self, x)
 

@@ -39,12 +39,8 @@ _CLASSES = {
 
 
 class NamedDelayedScaling(te_recipe.DelayedScaling):
-    """`DelayedScaling` with its algorithm in its text.
-
-    TransformerEngine groups the amaxes of all models of a process by the recipe's text, and updates a group by the
-    recipe entered last. Its own text leaves the algorithm out: a model with "max" and one with "most_recent" would
-    share one rule.
-    """
+    """`DelayedScaling` with its algorithm in its text. TransformerEngine groups the amaxes of all models of a process
+    by the recipe's text: a model with "max" and one with "most_recent" would share one rule."""
 
     def _make_repr(self) -> str:  # from 2.16 on, where texts are cached
         return f"{super()._make_repr()}, amax_compute_algo={self.amax_compute_algo}"
@@ -56,11 +52,7 @@ class NamedDelayedScaling(te_recipe.DelayedScaling):
 
 
 def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
-    """Make TransformerEngine's recipe for a resolved one.
-
-    Raises:
-        RecipeError: this version of TransformerEngine lacks the scaling rule.
-    """
+    """Make TransformerEngine's recipe. Raises `RecipeError` if this version lacks the scaling rule."""
     recipe_class = getattr(te_recipe, _CLASSES[recipe.scaling], None)
     if recipe_class is None:
         raise RecipeError(

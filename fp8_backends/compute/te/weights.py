@@ -1,12 +1,8 @@
 """Weights that are no plain tensors, in TransformerEngine's products.
 
-**Weights in scaled precision** (MS-AMP's levels). E4M3 data (from O3 on) goes without a cast to the rules with one
-scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the layer's own weight quantizer, so
-that scales and amax histories are TransformerEngine's. It is cast once for each value of the weight, not for each
-microbatch.
-
-**Frozen FP8 weights** (`fp8_params`). The model's Parameter holds TransformerEngine's own tensor: 2 bytes an element on
-Hopper (codes, and the transposed copy for dgrad) or 1, in place of FP32's 4.
+Weights of a level: E4M3 data go without a cast to the rules with one scale for a tensor; the layer's own weight
+quantizer casts all else, once for each value of the weight. Frozen FP8 weights (`fp8_params`) are TransformerEngine's
+own tensors: 2 bytes an element on Hopper (codes, and the transposed copy for dgrad), else 1.
 
 Imports TransformerEngine, so it is imported with a layer.
 """
@@ -29,12 +25,8 @@ ONE_SCALE = ("delayed", "dynamic")
 
 
 class CastWeight:
-    """A weight cast for TransformerEngine, and the state of the weight at the cast.
-
-    Attributes:
-        quantized: a quantized tensor of TransformerEngine, with the copies for this device's products.
-        differentiable: True if it has the copy for dgrad.
-    """
+    """A weight cast for TransformerEngine, and the state of the weight at the cast. `quantized` has the copies for this
+    device's products, for dgrad too if `differentiable`."""
 
     def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
         self.quantized, self.differentiable = quantized, differentiable
@@ -55,12 +47,8 @@ def _versions(weight: ScaledTensor) -> tuple[int, ...]:
 def for_te(
     weight: ScaledTensor, is_transposed: bool, quantizer: Any, scaling: str, cached: CastWeight | None
 ) -> CastWeight:
-    """Cast `weight` to a quantized tensor [out, in] of TransformerEngine, or return `cached` if it serves.
-
-    Args:
-        weight: [out, in], or [in, out] if `is_transposed`; FP16 or E4M3 data with one scale.
-        quantizer: the layer's weight quantizer, prepared for this forward by TransformerEngine's autocast.
-    """
+    """Cast `weight`, [in, out] if `is_transposed`, to a quantized tensor [out, in] of TransformerEngine, or return
+    `cached` if it serves. `quantizer`: the layer's own, prepared for this forward by TransformerEngine's autocast."""
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
@@ -68,8 +56,7 @@ def for_te(
 
 
 def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
-    """Cast each expert's part of `weight`, [experts, out, in] or, if `is_transposed`, [experts, in, out], for every
-    forward."""
+    """Cast each expert's part of `weight`, [experts, out, in] or transposed, for every forward."""
     parts = zip(weight._data.unbind(), quantizers, strict=True)
     return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
 
@@ -100,12 +87,7 @@ def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantiz
 
 
 def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
-    """Connect cast matrices to their weight in autograd.
-
-    Args:
-        quantized: one [out, in], or one for each expert of `weight`.
-        is_transposed: `weight` is [in, out].
-    """
+    """Connect cast matrices [out, in] to their weight in autograd: one, or one for each expert."""
     results = Differentiable.apply(weight, is_transposed, *quantized)
     for result in results:
         # TransformerEngine 2.16 caches the answer, from before autograd made the tensor an output
@@ -126,9 +108,6 @@ class Differentiable(torch.autograd.Function):
         gradient = torch.stack(gradients) if ctx.is_of_experts else gradients[0]
         gradient = gradient.mT if ctx.is_transposed else gradient
         return gradient.to(ctx.dtype), None, *[None] * len(gradients)
-
-
-# Frozen FP8 weights
 
 
 def is_frozen(weight: torch.Tensor) -> bool:

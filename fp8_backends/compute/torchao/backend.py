@@ -1,8 +1,7 @@
 """The `ao` backend: TorchAO's float8 linear layer on the model's own Parameters.
 
-TorchAO quantizes input, weight and output gradient for each product and saves the input in high precision for
-backward: faster on chips with FP8 products, and no less memory. This module names the sizes that a GPU cannot multiply,
-mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
+TorchAO saves the input in high precision for backward, so it saves no memory. This module names the sizes that a GPU
+cannot multiply, mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
 """
 
 from __future__ import annotations
@@ -178,11 +177,8 @@ class TorchAOCompute(Compute):
 
 
 def linear_config(recipe: Recipe) -> Float8LinearConfig:
-    """Return TorchAO's configuration for a resolved recipe: the user's own, if given.
-
-    `pad_inner_dim` is on by default, as in Accelerate: it changes no number, and without it a GPU refuses batches
-    unless the token count is a multiple of 16.
-    """
+    """Return TorchAO's configuration for a resolved recipe: the user's own, if given. `pad_inner_dim` is on by default:
+    it changes no number, and without it a GPU refuses token counts that are no multiple of 16."""
     if recipe.config is not None:
         if _products_are_emulated() and not recipe.config.emulate:
             raise BackendUnavailableError(
@@ -216,8 +212,7 @@ def _check_config(recipe: Recipe) -> None:
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:
-    """Return True if the user set `enable_fsdp_float8_all_gather`. The default of Accelerate's handlers, on, does not
-    count."""
+    """Return True if the user set `enable_fsdp_float8_all_gather`, unlike Accelerate's default."""
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
@@ -237,18 +232,14 @@ def _products_are_emulated() -> bool:
     return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`
 
 
-# `torch._scaled_mm` for CPUs on which PyTorch's own is of no use
-
 _lock = threading.Lock()
 
 
 def mend_cpu_product() -> None:
     """Replace the CPU kernel of `torch._scaled_mm` in this process, if this CPU needs it. Repeating it does nothing.
 
-    On a CPU with AMX PyTorch hands products of codes with one scale to oneDNN. It has a fast form only for AMX-FP16: on
-    other chips a reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s. TorchAO calls the operator, so the
-    operator is replaced. Alternatives: TorchAO's `emulate` leaves no FP8 product in compiled code for the proof, and
-    `torch.backends.mkldnn.enabled = False` slows down everything else in oneDNN.
+    On a CPU with AMX and without AMX-FP16, oneDNN's reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s.
+    TorchAO's `emulate` would leave no FP8 product in compiled code for the proof.
     """
     if not hardware.cpu_scaled_mm():
         with _lock:
@@ -276,8 +267,7 @@ def _cpu_product() -> torch.library.Library:
 def _scaled_mm(
     a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
 ) -> torch.Tensor:
-    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs. Scales have one
-    element, or shapes [m, 1] and [1, n]."""
+    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs."""
     if scale_a.numel() == scale_b.numel() == 1:
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     product = exact_product(a, scale_a, b.t(), scale_b.t(), torch.float32, torch.float32)

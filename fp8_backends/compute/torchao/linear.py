@@ -1,16 +1,16 @@
-"""The layers of `ao`, and their weights under FSDP2. Imports TorchAO, so it is imported when a layer is converted or
-unpickled."""
+"""The layers of `ao`, and their weights under FSDP2. Imports TorchAO, so it is imported with a layer."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
-from torchao.float8.float8_linear import Float8Linear, LinearMMConfig
+from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
 from ...errors import FP8BackendError
@@ -18,24 +18,15 @@ from ...tensors.parameter_swap import refuse_if_held, swap
 from ...tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..conv1d import conv1d_form
 from ..counts import DGRAD, FPROP, WGRAD
-from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, saved_by_name
+from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width, saved_by_name
 
-
-class _AsLinear(NamedTuple):
-    """The attributes read by TorchAO's forward."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    linear_mm_config: LinearMMConfig
-    config: Float8LinearConfig
+_AsLinear = namedtuple("_AsLinear", "weight bias linear_mm_config config")
+"""The attributes read by TorchAO's forward."""
 
 
 class AOProducts(nn.Module):
-    """A layer with TorchAO's products, to the bit, and correct in three cases that crash TorchAO: inputs of zero
-    tokens, inputs of one dimension, and a high-precision weight gradient under any autocast but CUDA's.
-
-    Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
-    """
+    """A layer with TorchAO's products, to the bit, and correct where TorchAO crashes: inputs of zero tokens or of one
+    dimension, and a high-precision weight gradient under any autocast but CUDA's."""
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
@@ -43,11 +34,7 @@ class AOProducts(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         in_features = self.weight.shape[0 if self.transposed_weight else 1]  # under tensor parallelism, of this part
-        if input.dim() == 0 or input.shape[-1] != in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(input.shape)}; its "
-                f"last dimension must be {in_features}"
-            )
+        refuse_width(input, in_features)
         if isinstance(self.weight, WeightWithDynamicFloat8CastTensor):
             raise FP8BackendError(
                 "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
@@ -108,15 +95,9 @@ def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
     return tuple(kind for kind, cast in casts if cast.scaling_type.value == "disabled")
 
 
-# Weights that FSDP2 gathers in FP8
-
-
 class AOWeight(WeightWithDynamicFloat8CastTensor):
-    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks.
-
-    Differs from TorchAO's own class: codes travel as bytes (gloo refuses float8), uneven shards are padded, and state
-    dicts hold plain weights (`export_plain`, `wrap_again`).
-    """
+    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks. Unlike in
+    TorchAO's class, codes travel as bytes (gloo refuses float8), and uneven shards are padded."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -147,11 +128,7 @@ torch.serialization.add_safe_globals([AOWeight])
 
 def gather_in_fp8(root: nn.Module) -> None:
     """Let FSDP2 gather the weights of all AO layers in FP8. Call it before `fully_shard`; Parameters stay the same
-    objects.
-
-    Raises:
-        FP8BackendError: a weight is sharded already, or something else holds on to it. No weight has changed then.
-    """
+    objects. Raises `FP8BackendError`, without a change, if a weight is sharded already, or held by something else."""
     layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, AOProducts)}
     for name, layer in layers.items():
         if is_distributed(layer.weight):
@@ -189,8 +166,7 @@ def export_plain(layer: AOProducts, state_dict: dict, prefix: str, local_metadat
 
 
 def wrap_again(layer: AOProducts, state_dict: dict, prefix: str, *_) -> None:
-    """Wrap a plain weight before it is loaded (hook): `assign=True` makes it the Parameter, as for a model on the meta
-    device."""
+    """Wrap a plain weight before it is loaded (hook): `assign=True` makes it the Parameter."""
     new = state_dict.get(f"{prefix}weight")
     if new is None or isinstance(local_part(new), AOWeight) or not isinstance(local_part(layer.weight), AOWeight):
         return
