@@ -1,9 +1,8 @@
 """`fp8-backends launch`: run Accelerate's launcher with every backend string and field, for unmodified scripts.
 
-Accelerate's parser and launcher functions run in this process. Flags, configuration file and environment are merged
-into one recipe, which is checked here and passed to the workers in `FP8_BACKENDS_RECIPE`. A worker runs `worker.py`,
-which connects this package, sets mixed precision "fp8" and runs the script. Accelerate's launcher sees no mixed
-precision: for "fp8" it requires three libraries that few backends need. Arguments after the script belong to it.
+Flags, configuration file and environment are merged into one recipe, checked here and passed to the workers
+(`worker.py`) in `FP8_BACKENDS_RECIPE`. Accelerate's launcher runs in this process and sees no mixed precision: for
+"fp8" it requires three libraries that few backends need.
 """
 
 from __future__ import annotations
@@ -62,21 +61,15 @@ _NEEDED_PARAMETERS = {
 
 
 class _Configuration(NamedTuple):
-    """A configuration file of Accelerate, possibly absent."""
-
     path: str = ""
     values: Any = argparse.Namespace()
-    """`ClusterConfig` or `SageMakerConfig`."""
 
     def get(self, name: str) -> Any:
         return getattr(self.values, name, None)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code.
-
-    Raises `FP8BackendError`, before any process starts, for an invalid or unsupported request.
-    """
+    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code."""
     if is_disabled():
         raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
     from accelerate.commands import launch as commands
@@ -95,18 +88,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Show each flag in one of its two spellings."""
-
     def add_argument(self, action: argparse.Action) -> None:
         action.option_strings = [spelling for spelling in action.option_strings if "-" not in spelling[2:]]
         super().add_argument(action)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments with Accelerate's parser, recipe fields as text. `nondefault` names the given ones.
-
-    Raises `FP8BackendError` in one line for an invalid argument; for an unknown flag with the nearest valid one.
-    """
+    """Parse arguments with Accelerate's parser, recipe fields as text; `nondefault` names the given ones."""
     parser = launch_parser()
     args, unknown = parser.parse_known_args(arguments)
     for word in unknown:
@@ -231,10 +219,6 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
         logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
 
 
-_REFUSED = {"tpu": ("tpu", "XLA"), "megatron": ("use_megatron_lm", "MEGATRON_LM")}
-"""Rules, each with its flag and `distributed_type`."""
-
-
 def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
     """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises `FP8BackendError`."""
     if "sagemaker" in str(config.get("compute_environment")).lower():
@@ -244,7 +228,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
         )
     if args.no_python:
         raise FP8BackendError("--no_python: only Python scripts can be connected to this package; leave the flag out")
-    for rule, (flag_name, kind) in _REFUSED.items():
+    for rule, flag_name, kind in (("tpu", "tpu", "XLA"), ("megatron", "use_megatron_lm", "MEGATRON_LM")):
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
             reason, fix = RULES[rule].reason, RULES[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
@@ -301,8 +285,7 @@ _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WO
 
 
 def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
-    """Return True if several CPU processes are requested and no launcher starts them. Accelerate leaves that to mpirun,
-    and without it trains in one process."""
+    """Return True if several CPU processes are requested and no launcher starts them: Accelerate would train in one."""
     count = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
     elsewhere = _uses_deepspeed(args, config) or _uses_fsdp(args, config)
     on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
@@ -392,7 +375,6 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
 
 
 def _is_not_about_defaults(record: logging.LogRecord) -> bool:
-    """Drop the log line that lists flags at their defaults: the precision, FP8 here, is one of them."""
     return "had defaults used instead" not in record.getMessage()
 
 

@@ -33,7 +33,6 @@ class ScalingState(NamedTuple):
     DDP change names, but not the order."""
 
     backends: dict[str, str]
-    """The canonical backend string of each root key."""
     tensors: dict[str, torch.Tensor]
     """The tensors of the scaling state, by "root key/name"."""
     recipes: dict[str, dict[str, Any]]
@@ -54,7 +53,6 @@ class ScalingState(NamedTuple):
         return cls(**{name: saved[name] for name in kinds})
 
     def tensors_of(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a root, by name."""
         named = ((name.partition("/"), tensor) for name, tensor in self.tensors.items())
         return {plain_name(name): tensor for (root, _, name), tensor in named if root == key}
 
@@ -65,7 +63,6 @@ class ScalingState(NamedTuple):
 
 
 def collect(models: Iterable[nn.Module]) -> ScalingState:
-    """Read the present scaling state of these models."""
     state = ScalingState({}, {}, {})
     for key, root, prepared in _roots(models):
         state.backends[key], state.recipes[key] = prepared.recipe.name, as_json(prepared.recipe)
@@ -75,10 +72,7 @@ def collect(models: Iterable[nn.Module]) -> ScalingState:
 
 
 def restore(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """Load a saved scaling state into these models.
-
-    Warn about a missing state or another recipe. Raise like `check`, before anything changes.
-    """
+    """Load a saved scaling state into these models, after `check`. Warn about a missing state or another recipe."""
     check(models, saved, source)
     write(models, saved, source)
 
@@ -127,7 +121,6 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
-    """Yield the roots with a scaling state and the saved backend."""
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backends.get(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
             yield key, root, prepared

@@ -1,10 +1,8 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
-A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters, and
-the carrier's class and added attributes move onto the model's own Linear or `Conv1D`. Every reference to the module
-stays valid: Parameters, ties, shared modules, frozen flags, hooks, optimizer states, weak references. Only the 3-D
-weights of experts differ: their FP8 layers are children of the experts module (`expert_functions`). `restore` undoes
-all of it.
+The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
+model's own Linear or `Conv1D`, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
+children of the experts module.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from torch import nn
 
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.experts import functions
-from ..compute.experts.functions import ExpertWeights
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import differences
@@ -47,14 +45,11 @@ ALIGNMENT = 16
 """FP8 products need sizes in multiples of this; backends pad other sizes."""
 
 NORM_CONVERSION = "_fp8_norm_conversion"
-"""Attribute of a swapped normalisation layer: its `Conversion`."""
 MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
-"""Reason of a layer unknown to `convert`."""
 
 PREPARED = "_fp8_prepared"
-"""Attribute of a prepared root: its `Prepared`."""
 
 
 @dataclass
@@ -73,7 +68,6 @@ class Prepared:
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend without counters."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
-    """Observations of the first optimizer step."""
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
@@ -102,7 +96,11 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
     layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
-    experts = _build_experts([weight for weight in chosen if weight.part], recipe, compute, shared)
+    parts: dict[nn.Module, list[str]] = defaultdict(list)
+    for weight in chosen:
+        if weight.part:
+            parts[weight.module].append(weight.part)
+    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -127,13 +125,19 @@ def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: 
             undo.callback(restore_layer, module)
             swap_class(module, carrier, recipe, mark)
         for module, weights in experts:
+            for layer in weights.values():
+                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
             undo.callback(functions.detach, module, list(weights))
             functions.attach(module, weights)
             if recipe.activation_comm == "fp8":
                 functions.install_exchange(module)
         if new is not None:
             undo.callback(_detach, root, new)
-            _attach(root, new)
+            before = _attributes_and_hooks(root)
+            try:
+                new.compute.attach(root, recipe, new.shared)
+            finally:
+                new.attached = _attributes_and_hooks(root) - before
         undo.pop_all()
 
 
@@ -189,8 +193,7 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
 
 
 def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
-    """Update the report of a prepared root for its current layers. Return the names of convertible layers added since
-    `convert`."""
+    """Update the report of a prepared root for its current layers. Return the names of convertible ones added since."""
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
     products = []
@@ -235,8 +238,7 @@ class LayerFilter:
         self.accepts = recipe.module_filter_func
 
     def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
-        """Raise `RecipeError` for a pattern without a match (`exclude` may also name norms to swap), or a pattern of
-        `include` that matches only weights with obstacles."""
+        """Raise `RecipeError` for a pattern without a match, or one of `include` that matches only obstacles."""
         for pattern in (*self.include, *self.added):
             matched = _matched("include", pattern, weights)
             if all(weight.obstacle for weight in matched):
@@ -249,7 +251,6 @@ class LayerFilter:
                 _matched("exclude", pattern, weights)
 
     def exclusion(self, weight: Found) -> str | None:
-        """Return the reason to leave a weight out, or None."""
         product = weight.product
         if reason := self.excluded(product):
             return reason
@@ -261,7 +262,6 @@ class LayerFilter:
         return None if chosen else weight.default_exclusion
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
-        """Return the reason to leave out a weight or norm named by `exclude`, or None."""
         matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
         return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
 
@@ -274,7 +274,6 @@ def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
 
 
 def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:
-    """Return the weights that a pattern matches. Raise `RecipeError` without any."""
     if matched := [weight for weight in weights if _matches(pattern, weight.product)]:
         return matched
     names = [weight.product.name for weight in weights]
@@ -332,7 +331,6 @@ def _choose(
 
 
 def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
-    """Return the reason to leave a weight in high precision, or None."""
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
     if weight.part:
@@ -409,8 +407,7 @@ def restore_layer(linear: nn.Module) -> None:
 def _build(
     chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """Return layers with their carriers, all built before the first layer changes. A name conflict drops a layer, with
-    the reason noted. `head` will defer its logits."""
+    """Return layers with their carriers. A name conflict drops a layer, with the reason noted."""
     layers = []
     for weight in chosen:
         linear, product = weight.module, weight.product
@@ -434,30 +431,8 @@ def _build(
     return layers
 
 
-def _build_experts(
-    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
-) -> list[tuple[nn.Module, ExpertWeights]]:
-    """Return experts modules, each with the FP8 layers of its weights to convert now."""
-    parts: dict[nn.Module, list[str]] = {}
-    for weight in chosen:
-        parts.setdefault(weight.module, []).append(weight.part)
-    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
-    for layer in (layer for _, layers in experts for layer in layers.values()):
-        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
-    return experts
-
-
 def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LAYER}
-
-
-def _attach(root: nn.Module, prepared: Prepared) -> None:
-    """Install the backend's hooks on the root, and note them for `restore`."""
-    before = _attributes_and_hooks(root)
-    try:
-        prepared.compute.attach(root, prepared.recipe, prepared.shared)
-    finally:
-        prepared.attached = _attributes_and_hooks(root) - before
 
 
 def _detach(root: nn.Module, prepared: Prepared) -> None:

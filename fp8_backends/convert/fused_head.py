@@ -20,8 +20,7 @@ logger = logging.getLogger("fp8_backends")
 
 
 def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) -> Found | None:
-    """Return the output head to defer logits from now on; if there is none, log the reason. `found`: the weights of the
-    model with their planned states."""
+    """Return the output head to defer logits from now on, of the weights `found`; if there is none, log the reason."""
     head = output_head(root)
     weight = next((weight for weight in found if weight.module is head), None)
     if head is None:
@@ -42,7 +41,6 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
 
 
 def high_precision_carrier(head: nn.Linear) -> HighPrecisionHead:
-    """Return the carrier of a head in high precision."""
     from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
 
     return HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
@@ -60,8 +58,7 @@ def output_head(root: nn.Module) -> nn.Module | None:
 
 
 def make_ordinary(root: nn.Module) -> None:
-    """Run the head as an ordinary layer: FSDP2 frees the whole weight at the end of its group's forward, and deferred
-    logits may be read later."""
+    """Run the head as an ordinary layer: FSDP2 frees the whole weight before deferred logits are read."""
     for name, module in root.named_modules():
         if getattr(module, "fp8_is_ordinary", None) is False:
             module.fp8_is_ordinary = True

@@ -107,8 +107,6 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class StoredWeight:
-    """A layer's weight with its stored form."""
-
     name: str
     layer: nn.Module
     parameter: nn.Parameter
@@ -133,19 +131,21 @@ class StoredWeight:
         values = self.parameter.detach()
         if any(getattr(values, name) != getattr(self.form, name) for name in ("shape", "dtype", "device")):
             return None  # moved or cast: `store_weights` stores it
+        form = self.form
         try:
-            if isinstance(self.form, ScaledTensor):
-                keep_changes(self.form, values)
-            elif not torch.equal(values, _values_of_codes(self.form)):
-                return f"{self.name}: {FROZEN}"
-            swap(self.parameter, self.form, self.name)
+            if isinstance(form, ScaledTensor):
+                keep_changes(form, values)
+            else:  # a frozen weight, this package's or TransformerEngine's
+                frozen = form.exact() if isinstance(form, BlockCodes) else form.dequantize(dtype=form.dtype)
+                if not torch.equal(values, frozen):
+                    return f"{self.name}: {FROZEN}"
+            swap(self.parameter, form, self.name)
         except FP8BackendError as error:
             return f"{error}; it is plain until fp8_backends.prepare(model, optimizer, spec) stores it again"
         return None
 
 
 def _stored_weights(model: nn.Module) -> list[StoredWeight]:
-    """Return the weights of prepared models in another form. Raise if one cannot be made plain here."""
     weights = []
     for prefix, root, prepared in prepared_roots(model):
         for name, layer in prepared.compute.converted_layers(root).items():
@@ -163,8 +163,3 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
 
 def _is_plain(weight: torch.Tensor) -> bool:
     return type(weight) is nn.Parameter
-
-
-def _values_of_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Dequantize a frozen weight, this package's or TransformerEngine's."""
-    return codes.exact() if isinstance(codes, BlockCodes) else codes.dequantize(dtype=codes.dtype)

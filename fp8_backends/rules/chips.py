@@ -22,7 +22,6 @@ def _old_torch(setup: Setup, needed: tuple[int, int]) -> str:
 
 
 def _emulated_or_refused(setup: Setup) -> str:
-    """List the backends emulated and refused by this chip."""
     names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
     for support in supports(setup.machine.chip, setup.machine.cuda):
         names.get(support.state, []).extend(support.backends)
@@ -119,9 +118,7 @@ def _te_is_refused(*notes: str, names_cuda: bool = False) -> Callable[[Setup], b
 
 TE_RULES = (
     error(
-        "te_without_nvidia_gpu",
-        lambda s: s.recipe.compute == "te" and not s.machine.capabilities,
-        *NOTES["te-nvidia"],
+        "te_without_nvidia_gpu", lambda s: s.recipe.compute == "te" and not s.machine.capabilities, *NOTES["te-nvidia"]
     ),
     error("te_before_fp8", _te_is_refused("te-8.9"), *NOTES["te-8.9"]),
     error("te_ada_libraries", _te_is_refused("ada", names_cuda=True), *NOTES["ada"]),

@@ -37,7 +37,6 @@ class Machine:
     """PyTorch itself computes the FP8 products of a CPU that trains; otherwise this package does, rowwise ones too."""
     torch: tuple[int, int] = field(default_factory=hardware.torch_release)
     backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
-    """TransformerEngine's variable."""
 
     @property
     def has_gpu(self) -> bool:
@@ -81,14 +80,10 @@ class Setup:
     experts_alone: bool = False
     """The ranks share whole experts and nothing else (expert parallelism)."""
     comm_hook: str | None = None
-    """Communication hook registered by Accelerate with DDP."""
     accumulation_steps: int | None = None
-    """Backward passes for each optimizer step (Accelerate's `gradient_accumulation_steps`)."""
     max_grad_norm: float | None = None
-    """Norm for gradient clipping; 0: no clipping."""
     quantized_base: bool | None = None
     parameters: int | None = None
-    """Elements of the model's parameters."""
     linear_sizes: tuple[tuple[int, int], ...] = ()
     """(in_features, out_features) of the layers in FP8; empty without a model."""
     linear_trains: bool = False
@@ -96,11 +91,8 @@ class Setup:
     codes_that_train: tuple[str, ...] = ()
     """Names of layers stored as codes by an FP8 checkpoint and not frozen."""
     expected: ConversionReport | None = None
-    """Result of a conversion of the model; None without a model."""
     only_weights_train: bool = False
-    """Nothing trains but weights of layers in FP8."""
     persistent_buffers: tuple[str, ...] = ()
-    """Names of the model's buffers in a state dict."""
 
     def __post_init__(self) -> None:
         for name, words in (("parallel", Parallel), ("compiled", Compiled)):
@@ -127,8 +119,6 @@ class Setup:
 
 
 class Rule(NamedTuple):
-    """A known problem."""
-
     severity: Severity
     is_raised: Callable[[Setup], bool]
     """True if `refuse` raises the rule where it applies."""
@@ -149,5 +139,4 @@ error, warning, info = (partial(Rule, severity, lambda setup: False) for severit
 
 
 def number(amount: int) -> str:
-    """Write a count of parameters for people."""
     return f"{amount / 1e9:.3g} billion" if amount >= 1e9 else f"{amount / 1e6:.3g} million"

@@ -1,12 +1,7 @@
 """Train all seeds of one backend as the worker of `compare`, and report each event as a line of JSON.
 
-Each backend has its own process, isolating its memory, compiled code and failures. Everything goes through a stock
-`accelerate.Accelerator`; only `_accelerator` depends on the backend. Under torchrun all ranks train one model, each on
-its part of every batch, and rank 0 reports.
-
 The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading one byte from standard
-input. A turn ends for no rank before it has begun for all, so that no rank reads another's byte. The worker ends with
-its standard input.
+input. A turn ends for no rank before it has begun for all, so that no rank reads another's byte. Rank 0 reports.
 
     python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
@@ -116,7 +111,6 @@ class Run:
         return {name: value.to(self.accelerator.device) for name, value in values.items()}
 
     def backward(self, step: int) -> torch.Tensor:
-        """Take this rank's part of a batch forward and backward."""
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         loss = self.model(**{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}).loss
         self.accelerator.backward(loss)
@@ -188,7 +182,6 @@ class Run:
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
-        """Return the gradients of the first batch at these weights."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = torch.func.functional_call(self.bare, weights, kwargs=self.batch(0)).loss
@@ -342,7 +335,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(settings_path: str) -> Settings:
-    """Read the settings at each turn: the first one decides how much fits into the time limit."""
+    # read at each turn: the first one decides how much fits into the time limit
     return Settings(**json.loads(Path(settings_path).read_text()))
 
 

@@ -60,7 +60,6 @@ _MESH = {
     "tensor_parallel_size": "parallelism_config_tp_size",
     "context_parallel_size": "parallelism_config_cp_size",
 }
-"""Sizes of the mesh, and Accelerate's names for them."""
 _READ = (
     *(*_FP8_KEYS, *_FSDP_KEYS, *_ATTENTION_FLAGS, *_MESH),
     *("bf16", "fp16", "bfloat16", "float16", "deepspeed", "gradient_checkpointing", "optimizer", "sequence_len"),

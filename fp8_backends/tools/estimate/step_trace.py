@@ -1,10 +1,4 @@
-"""Trace one training step without computing it: the tensors, their sizes and lifetimes.
-
-The model, its conversion, autograd and the optimizer are real, run on PyTorch's fake tensors, which have a shape, a
-dtype and no memory. A step of a model of any size takes seconds on any machine, and counts real code: saved
-activations, autocast's copies, FP8 codes between forward and backward, the loss head's FP32 logits. Allocations inside
-a kernel are not counted.
-"""
+"""Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a kernel's scratch."""
 
 from __future__ import annotations
 
@@ -19,11 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -67,7 +57,6 @@ MOST_ANSWERS = 20_000
 """Limit of numbers read from tensors in one trace: more is a loop that waits for a value."""
 
 Bytes = dict[str, float]
-"""Bytes of each part."""
 
 
 class Storage(NamedTuple):
@@ -184,13 +173,11 @@ class StepTrace:
     """Bytes of one training step on one device that holds the whole model."""
 
     resting: Bytes
-    """Live between two steps."""
     sizes: dict[str, float]
     """Elements, bytes and FLOPs of the model: see `_sizes`."""
     saved: Bytes = field(default_factory=dict)
     """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
     peaks: dict[str, Bytes] = field(default_factory=dict)
-    """Highest moment of each region of the step."""
 
 
 @dataclass(kw_only=True)
@@ -213,11 +200,9 @@ def trace_step(
     """Trace a training step of AdamW with its states in place.
 
     Args:
-        make_model: makes the model under fake tensors. Its forward takes the batch and returns a loss, or a tuple that
-            begins with it.
+        make_model: makes the model under fake tensors; its forward returns a loss, or a tuple that begins with it.
         make_batch: makes the arguments of its forward.
-        find_stacks: lists the blocks that repeat in depth, in their order (an encoder's, a decoder's), for the regions
-            of the trace.
+        find_stacks: lists the blocks that repeat in depth (an encoder's, a decoder's), for the regions of the trace.
 
     Raises:
         FP8BackendError: the model's code depends on values, or its step fails.
@@ -247,11 +232,8 @@ UNPADDED = "sdpa_without_padding"
 
 @contextlib.contextmanager
 def _attending_without_padding(model: nn.Module) -> Iterator[None]:
-    """Let causal language models of transformers mask a batch without padding: mostly with no mask.
-
-    For fake tensors they always create one, because they cannot see packed sequences in them. It holds the square of
-    the sequence, and repeats keys and values of grouped queries.
-    """
+    """Let causal language models of transformers mask a batch without padding, mostly with no mask: for fake tensors
+    they always create one, of the square of the sequence, as they cannot see packed sequences in them."""
     changed = []
     if "transformers" in sys.modules:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -303,7 +285,6 @@ class _Step:
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
         self.plain_gradients = 0
-        """Bytes of the gradients outside scaled precision."""
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._after_gradient)
@@ -353,7 +334,6 @@ class _Step:
         return trace
 
     def _create_states(self) -> None:
-        """Create the optimizer's states, and assign everything so far to its part."""
         self._assign_parts()
         if isinstance(self.optimizer, ScaledStates):
             for parameter in self.trained:
@@ -381,11 +361,8 @@ class _Step:
 
 
 class _Regions:
-    """Tell the tracker the region of the step: before, in or behind the blocks, forward or backward.
-
-    The first and the last block of a stack have their own regions: live bytes grow or fall evenly from block to block,
-    so the highest moment is at one of the ends.
-    """
+    """Tell the tracker the region of the step. The first and last block of a stack have their own regions: live bytes
+    grow or fall evenly from block to block."""
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
