@@ -300,7 +300,6 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence."""
         if self.chosen is not None:
             return (
                 f"{self.chosen.change}: {self._ratio(self.chosen)} of the gap, with {share(self.chosen.kept)} of the "
@@ -342,7 +341,6 @@ class Advice:
         }
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of trials, headings first."""
         rows = [("trial", "recipe", "FP8", "kept", "gap", "of given", "loss error")]
         rows.append((f"{self.around}, no FP8", "", "0 %", "0 %", *self._figures(self.floor)))
         for trial in self.trials:
@@ -549,7 +547,6 @@ class _Search:
 
 
 def without(recipe: Recipe, names: Sequence[str]) -> Recipe:
-    """Return the recipe with these layers in high precision too."""
     return resolve({**_fields(recipe), "backend": recipe.name, "exclude": [*(recipe.exclude or ()), *names]})
 
 
@@ -575,5 +572,4 @@ def together(names: Sequence[str]) -> str:
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the given fields that are not part of the backend's name."""
     return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}

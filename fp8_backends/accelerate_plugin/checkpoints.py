@@ -314,7 +314,6 @@ def newest(folder: Path) -> Path:
 
 
 def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
-    """Write the scaling states of the prepared models into a folder of `save_state`."""
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
@@ -345,7 +344,6 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
-    """Check the files of converted optimizers: Accelerate loads them after the models."""
     names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
     for i, optimizer in enumerate(map(unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):

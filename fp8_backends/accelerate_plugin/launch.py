@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from ..announcement import logger
 from ..compute.fields import Field, Variable, flag, whole_number
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.fields import FIELDS, help_of, registered_fields
@@ -45,8 +46,6 @@ from ..rules import RULES
 from ..rules.preconditions import check_machine
 from ..words import shortened, shown
 from .plugin import incompatibilities, is_disabled, refuse_mismatches
-
-logger = logging.getLogger("fp8_backends")
 
 WORKER = f"{__package__}.worker"
 _GATHER = "enable_fsdp_float8_all_gather"

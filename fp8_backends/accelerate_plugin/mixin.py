@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
 from .. import preparation, rules
-from ..announcement import announce, is_main_process
+from ..announcement import announce, is_main_process, logger
 from ..checkpoints import scaling_state
 from ..comm.ddp import leaves_nothing
 from ..compute import hardware
@@ -42,7 +41,6 @@ from . import checkpoints, engines
 from .callers import running_trainer
 from .engines import setup_of, uses_deepspeed
 
-logger = logging.getLogger("fp8_backends")
 _PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import accelerate.utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from ..announcement import is_main_process
+from ..announcement import is_main_process, logger
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolve
 from ..recipes.merging import LAUNCH, code_over_launch
@@ -30,8 +29,6 @@ from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .engines import wraps_in_ddp
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
-
-logger = logging.getLogger("fp8_backends")
 
 _MARK = "_connected_by_fp8_backends"
 

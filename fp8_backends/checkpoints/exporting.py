@@ -270,7 +270,6 @@ def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], st
 
 
 def rounded(values: torch.Tensor, grid: str) -> Quantized:
-    """Quantize plain values [out, in] to a grid, with scales from their own maxima."""
     if grid == TENSOR:
         return quantization.quantize(values, E4M3, columns=False, rule=POWER_OF_TWO).along_columns()
     blocks = SQUARES if grid == BLOCK else ROWS

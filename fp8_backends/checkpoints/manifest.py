@@ -6,7 +6,6 @@ import datetime
 import errno
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
@@ -16,12 +15,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from ..announcement import announce, is_main_process
+from ..announcement import announce, is_main_process, logger
 from ..compute.hardware import version
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe
-
-logger = logging.getLogger("fp8_backends")
 
 NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
@@ -164,7 +161,6 @@ def _fault(path: Path, expected: dict[str, Any]) -> str:
 
 
 def _read(folder: Path) -> Condition:
-    """Read the manifest of a folder, without its files."""
     try:
         text = _content(folder / NAME)
     except FileNotFoundError:

@@ -7,20 +7,18 @@ tensors of the plain model. `Accelerator.save_state` writes separate files (`acc
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..convert.conversion import Prepared, prepared_roots
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe, as_json, differences
 from ..states.scaled_states import ScaledStates
 from ..torch_tools.modules import plain_name
-
-logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
 IN_FILES = "fp8_state_in_files"

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.experts import functions
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import differences
+from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from . import fused_head
 from .first_step import Observed
@@ -37,9 +37,6 @@ from .weight_products import (
     memory_sharers,
     offloaded_modules,
 )
-
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
 
 ALIGNMENT = 16
 """FP8 products need sizes in multiples of this; backends pad other sizes."""
@@ -109,7 +106,10 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         warnings.warn(message, stacklevel=3)
     swaps = [(*layer, CONVERSION) for layer in layers] + [(*norm, NORM_CONVERSION) for norm in new_norms]
     if head is not None and head.product.state != FP8:
-        swaps.append((head.module, fused_head.high_precision_carrier(head.module), HEAD_CONVERSION))
+        from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
+
+        sizes = head.module.in_features, head.module.out_features
+        swaps.append((head.module, HighPrecisionHead(*sizes, bias=False, device="meta"), HEAD_CONVERSION))
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
     _swap_all(root, swaps, experts, recipe, new)
     prepared = prepared or new

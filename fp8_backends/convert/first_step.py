@@ -52,7 +52,6 @@ class Observed:
             self.meter.paused = not trains
 
     def prove(self, root: nn.Module) -> None:
-        """End the measurements of the proof."""
         self.proven = True
         if self.meter is not None:
             self.meter.detach()

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..announcement import logger
 from ..compute.interface import Compute
+from ..recipes.handlers import Recipe
 from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, plain_name
 from .weight_products import FP8, Found, layer_obstacle
-
-if TYPE_CHECKING:
-    from ..compute.head.deferred_logits import HighPrecisionHead
-    from ..recipes.handlers import Recipe
-
-logger = logging.getLogger("fp8_backends")
 
 
 def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) -> Found | None:
@@ -40,14 +34,7 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
     return None
 
 
-def high_precision_carrier(head: nn.Linear) -> HighPrecisionHead:
-    from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
-
-    return HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
-
-
 def output_head(root: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of the first module with some."""
     for module in root.modules():
         get = getattr(module, "get_output_embeddings", None)
         # a backbone inherits the method without a head, and returns None or raises any error

@@ -86,7 +86,6 @@ def training_codes(model: nn.Module) -> list[str]:
 
 
 def check(model: nn.Module) -> None:
-    """Raise `RecipeError` for trainable layers with codes."""
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")

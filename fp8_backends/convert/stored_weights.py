@@ -67,9 +67,6 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         prepared.compute.keep_weight_casts(root, keep)
 
 
-FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.restore(model) comes before changes"
-
-
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Make every weight of a prepared model an ordinary tensor inside.
@@ -113,7 +110,6 @@ class StoredWeight:
     form: torch.Tensor
 
     def make_plain(self) -> None:
-        """Give the layer a plain weight. Its gradient and hooks stay."""
         if not levels.is_marked(self.layer):
             for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # a frozen weight
                 undo(self.layer)
@@ -138,7 +134,10 @@ class StoredWeight:
             else:  # a frozen weight, this package's or TransformerEngine's
                 frozen = form.exact() if isinstance(form, BlockCodes) else form.dequantize(dtype=form.dtype)
                 if not torch.equal(values, frozen):
-                    return f"{self.name}: {FROZEN}"
+                    return (
+                        f"{self.name}: a frozen FP8 weight cannot hold what was written to it: "
+                        "fp8_backends.restore(model) comes before changes"
+                    )
             swap(self.parameter, form, self.name)
         except FP8BackendError as error:
             return f"{error}; it is plain until fp8_backends.prepare(model, optimizer, spec) stores it again"

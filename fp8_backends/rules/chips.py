@@ -64,12 +64,7 @@ CHIP_RULES = (
     ),
     warning(
         "cuda_before_12_4",
-        lambda s: (
-            s.machine.chip.fp8
-            and s.machine.cuda is not None
-            and s.machine.cuda < CUDA
-            and f"CUDA {release(s.machine.cuda)}"
-        ),
+        lambda s: s.machine.chip.fp8 and (s.machine.cuda or CUDA) < CUDA and f"CUDA {release(s.machine.cuda)}",
         "FP8 training is known to work from CUDA 12.4 on, and this PyTorch was built for an older one",
         "install a PyTorch for a newer CUDA",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import rules
+from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
 from ..compute.experts.functions import is_expert_parallel
@@ -25,8 +25,6 @@ from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameters_of, unwrapped
 from ..words import listed
-
-logger = logging.getLogger("fp8_backends")
 
 
 def check_machine(recipe: Recipe) -> None:

@@ -6,15 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ..compute import chips, hardware
 from ..compute.chips import Cell, Chip
 from ..compute.fields import check_known
+from ..convert.weight_products import ConversionReport
 from ..recipes.handlers import Recipe
-
-if TYPE_CHECKING:
-    from ..convert.weight_products import ConversionReport
 
 Severity = Literal["error", "warning", "info"]
 Parallel = Literal["none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "tpu"]
@@ -44,7 +42,6 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        """Return the machine of this process."""
         fast_bf16 = hardware.has_gpu() or hardware.cpu_bf16()
         libraries = hardware.cuda_release(), fast_bf16, hardware.cpu_scaled_mm()
         return cls(hardware.chip(), tuple(hardware.capabilities()), *libraries)
@@ -129,7 +126,6 @@ class Rule(NamedTuple):
     fix: str
 
     def reason_in(self, setup: Setup) -> str:
-        """Return the reason with its cause in this setup."""
         cause = self.applies(setup)
         return f"{self.reason} (here: {cause})" if cause and isinstance(cause, str) else self.reason
 

@@ -179,7 +179,6 @@ def code(recipe: Recipe) -> str:
 
 
 def flags(recipe: Recipe) -> str:
-    """Write the flags of `fp8-backends launch SCRIPT`."""
     options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
@@ -193,7 +192,6 @@ def flags(recipe: Recipe) -> str:
 
 
 def yaml_block(recipe: Recipe) -> str:
-    """Write a file for `--config_file`."""
     written = {"mixed_precision": "fp8", "fp8_config": yaml_fields(recipe)}
     return yaml.safe_dump(written, sort_keys=False).rstrip("\n")
 

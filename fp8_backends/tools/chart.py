@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..compute import hardware
 from ..compute.counts import KINDS
 from ..compute.registry import check_available
@@ -78,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
 def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
     """Measure AMP on a stock model, then each backend on models of `make`, by default small ones."""
     make = make or _model
-    logger = logging.getLogger("fp8_backends")
     level_before = logger.level
     logger.setLevel(logging.WARNING)  # hides the proof line of each model
     try:

@@ -119,7 +119,6 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
 
 
 def main(backends: Sequence[str]) -> None:
-    """Test each backend and print one line of JSON for each."""
     logging.getLogger("fp8_backends").setLevel(logging.ERROR)
     for backend in backends:
         print(_MARK + json.dumps(asdict(test(backend))), flush=True)

@@ -97,12 +97,14 @@ class Comparison:
         kind = task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb)
         text.batches(1, 1, settings.sequence, 0)  # fail now rather than in every worker if the text is too short
+        versions = {"python": platform.python_version(), **{name: hardware.version(name) for name in _PACKAGES}}
+        versions["cuda"] = torch.version.cuda
         self.results: dict[str, Any] = {
             "status": "running",
             "note": "",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(settings.device),
-            "versions": versions(),
+            "versions": {name: version for name, version in versions.items() if version},
             "fast_fp8": fast_fp8(settings.device),
             "around_fp8": settings.reference,
             "task": kind,
@@ -257,11 +259,6 @@ def machine(device: str) -> dict[str, Any]:
     return facts
 
 
-def versions() -> dict[str, str]:
-    installed = {name: hardware.version(name) for name in _PACKAGES} | {"cuda": torch.version.cuda}
-    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
-
-
 # Workers
 
 
@@ -288,7 +285,6 @@ class Worker:
         self.drain.start()
 
     def give_turn(self) -> None:
-        """Write the one byte that every rank reads at the start of a turn."""
         with contextlib.suppress(BrokenPipeError):  # `events` reports that it has ended
             os.write(self.process.stdin.fileno(), b"." * self.ranks)
 

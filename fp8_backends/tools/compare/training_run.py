@@ -34,6 +34,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 
+from ...announcement import logger
 from ...evidence.auditing import incomplete_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import finite
@@ -161,7 +162,6 @@ class Run:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the mean over the held-out windows, in nats a token."""
         accelerator, several = self.accelerator, self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
@@ -279,8 +279,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
 def _messages() -> Iterator[list[str]]:
     """Collect this package's log messages, the proof line and notices, each once."""
     lines: dict[str, None] = {}
-    logger, handler = logging.getLogger("fp8_backends"), logging.Handler()
-    handler.emit, level = lambda record: lines.setdefault(record.getMessage()), logger.level
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: lines.setdefault(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     messages: list[str] = []

@@ -145,7 +145,6 @@ def _precision(file: ConfigFile, notes: list[str]) -> str:
 
 
 def _is_fp16(file: ConfigFile) -> bool:
-    """Return True for fp16 without bf16, which Axolotl prefers."""
     return _is_on(file, "fp16") and (file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full"))
 
 

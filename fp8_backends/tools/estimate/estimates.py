@@ -339,7 +339,6 @@ class Rank:
         return replace(trace, resting=self._holds(trace.resting), saved=self._holds(trace.saved), peaks=peaks)
 
     def _holds(self, parts: Bytes) -> Bytes:
-        """Return this rank's permanent bytes of these parts."""
         parts, sizes, ranks = dict(parts), self.trace.sizes, self.ranks
         if self.sharding == "ddp":
             if ranks > 1 and BUFFERS in parts:

@@ -229,7 +229,6 @@ def parse_count(text: str) -> float:
 
 
 def readable_count(count: float) -> str:
-    """Write 8.03e9 as 8.03 B."""
     unit = next((unit for unit in "TBMK" if count >= _UNITS[unit]), "")
     return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
 

@@ -87,7 +87,6 @@ class MemoryTracker(TorchDispatchMode):
         self._note_peak()
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
-        """Assign the storages of a tensor to a part."""
         for inner in inner_tensors(tensor):
             key = inner.untyped_storage()._cdata
             storage = self._storages.get(key)
