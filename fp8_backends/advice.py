@@ -69,15 +69,8 @@ class GradientGap:
     elements and a nonzero gradient: `r_p = ||g_p - g32_p|| / ||g32_p||`, with FP32 gradients g32. Parameters beyond
     `NOISE` without FP8 do not count. The model is only read: everything runs on copies, one at a time.
 
-    Args:
-        model: any module, prepared or not; on one device, or DDP around it.
-        batches: inputs of a forward each; moved to the model's device.
-        around: precision around FP8, "bf16" or "fp32".
-        loss: a function (model, batch) -> scalar tensor; default: the loss returned by the model.
-
-    Raises:
-        FP8BackendError: no batch, no loss, sharded weights, nothing that trains, a model without a copy, or a
-            non-finite loss or gradient in FP32.
+    Raises `FP8BackendError` without a batch or loss, for sharded weights, nothing that trains, a model without a copy,
+    or a loss or gradient that is not finite in FP32.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], around: str, loss: LossFunction | None = None) -> None:

@@ -23,8 +23,7 @@ from ..recipes.precision_plan import plan
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     """Return the mixed precision that a Trainer passes from its TrainingArguments to an Accelerator, else None.
 
-    A Trainer is the first argument of a running function: module and function names are not reliable, as subclasses
-    (TRL, sentence-transformers) and Axolotl build Accelerators in functions of their own.
+    A Trainer is the first argument of a running function: names of modules and functions differ by library.
     """
     given = arguments.get("mixed_precision")
     if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
@@ -69,10 +68,7 @@ def with_whole_states(recipe: Recipe) -> Recipe:
 
 
 def precision_of_notebook() -> str | None:
-    """Return the `mixed_precision` of a running `notebook_launcher`, else None.
-
-    Its forked processes have its call in their stack; spawned ones, on devices other than CPU and CUDA, do not.
-    """
+    """Return the `mixed_precision` of a running `notebook_launcher`, found in the stack of its forked processes."""
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
     code = getattr(launcher, "__code__", None)
     calls = (frame.f_locals for frame in _frames() if frame.f_code is code)

@@ -57,13 +57,9 @@ def save(
     step: int | None,
     total_limit: int | None = None,
 ) -> None:
-    """Save a whole checkpoint or none. All ranks call it. If one fails, all raise `FP8BackendError`, and an older
-    checkpoint is unchanged.
+    """Save a whole checkpoint or none. If one rank fails, all raise `FP8BackendError`, and an older checkpoint stays.
 
-    Args:
-        write: write all files of this rank into the given folder; its last part is the name of `output_dir`.
-        step: the number of steps of this rank's optimizer, if known.
-        total_limit: the number of checkpoints to keep in the folder around this one.
+    `write` writes all files of this rank into a folder. `total_limit` checkpoints stay in the folder around this one.
     """
     if not output_dir:
         raise FP8BackendError("save_state was given no folder to save into")

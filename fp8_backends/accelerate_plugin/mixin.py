@@ -122,8 +122,7 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def has_fp8_handler(self) -> bool:
-        """True, so that stock Accelerate chooses no library."""
-        return True
+        return True  # so that stock Accelerate chooses no library
 
     @has_fp8_handler.setter
     def has_fp8_handler(self, value: bool) -> None:
@@ -202,8 +201,7 @@ class FP8Mixin(_RunTimeClass):
         return tuple({id(models[0]): model, id(optimizers[0]): optimizer}.get(id(obj), obj) for obj in args)
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
-        """Convert a model. Raises `FP8BackendError` if none of its layers runs in FP8, except for a module beside a
-        converted model, such as a loss or a small convolutional network."""
+        """Convert a model. Only a module beside a converted one, such as a loss, may have no layer in FP8."""
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains:
             preconditions.check_sharing(model, setup_of(self))

@@ -1,8 +1,5 @@
-"""`connect()`: the one patch of Accelerate.
-
-The patched `Accelerator.__init__` reads its arguments and the environment. If they request FP8, it changes the class of
-the instance to `FP8<Accelerator>` (mixin.py) before the original runs. Otherwise only the original runs.
-"""
+"""`connect()`: the one patch of Accelerate. If arguments or environment request FP8, `Accelerator.__init__` changes the
+class of the instance to `FP8<Accelerator>` (mixin.py) before the original runs."""
 
 from __future__ import annotations
 

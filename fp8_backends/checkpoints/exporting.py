@@ -1,7 +1,6 @@
 """Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
 
-Codes are E4M3 and scales FP32: value = code * scale. A scale for more values than the file's grid is repeated, so
-coarser codes fit into a finer grid unchanged.
+Codes are E4M3 and scales FP32: value = code * scale. Coarser codes fit into a finer grid with repeated scales.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Save and load the scaling states of prepared models.
-
-They are in the optimizer's state dict, under a key ignored by stock PyTorch; a model's state dict has the names and
-tensors of the plain model. `Accelerator.save_state` writes separate files (`accelerate_plugin.checkpoints`).
-"""
+"""Save and load the scaling states of prepared models: in the optimizer's state dict, under a key ignored by stock
+PyTorch, or in files of `Accelerator.save_state` (`accelerate_plugin.checkpoints`)."""
 
 from __future__ import annotations
 

@@ -70,12 +70,8 @@ class Prepared:
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     """Convert the layers of `model` in place for a resolved recipe, all of them or none.
 
-    Converting again with an equal recipe changes nothing, except for layers added since. Layers of a part converted
-    earlier, alone or inside another model, count as converted.
-
-    Args:
-        model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
-            DataParallel or `torch.compile` wrapper.
+    Converting again with an equal recipe only converts layers added since. Parts converted earlier count as converted.
+    A model is converted inside its DDP, DataParallel or `torch.compile` wrapper.
 
     Raises:
         RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
@@ -168,10 +164,7 @@ def restore(model: nn.Module) -> None:
 
 
 def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """Return (name in `model`, module, `Prepared`) of each prepared root, inside any wrapper.
-
-    Each root appears once; a root inside another is part of it and not listed.
-    """
+    """Return (name in `model`, module, `Prepared`) of each prepared root outside any other, inside any wrapper."""
     named = model.named_modules()
     roots = [(name, module, module.__dict__[PREPARED]) for name, module in named if PREPARED in module.__dict__]
     inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
@@ -224,11 +217,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class LayerFilter:
-    """The user's choice of layers: `include`, `exclude` and `module_filter_func` of a recipe.
-
-    `exclude` overrides all; then a layer must match `include` and pass `module_filter_func`, if given. By default
-    heads, routers and adapters stay out unless a pattern of `include` with `+` names them.
-    """
+    """The user's choice of layers: `exclude` overrides all; then a layer must match `include` and pass
+    `module_filter_func`. Heads, routers and adapters stay out unless a pattern of `include` with `+` names them."""
 
     def __init__(self, recipe: Recipe) -> None:
         patterns = recipe.include or ()

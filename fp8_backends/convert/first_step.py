@@ -1,8 +1,4 @@
-"""Observations of a prepared model's first optimizer step, for the proof and for later audits.
-
-The proof's share of FP8 is counted over a real step: without a forward, FLOPs can only be counted as if every token
-passed every weight once.
-"""
+"""Observe a prepared model's first optimizer step, for the proof and later audits: shares of FP8 need real forwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Handle layers of an FP8 checkpoint: their weights are codes and scales, multiplied by another library.
-
-None of them trains its weight: `dequantize` makes them plain layers, or they are frozen under adapters.
-"""
+"""Handle layers of an FP8 checkpoint: codes and scales that another library multiplies and freezes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Find the weights that a model multiplies by; conversion works on this list, and every share is counted over it.
 
-They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, convolutions, `nn.Bilinear`,
-and Parameters of modules with their own product (`nn.MultiheadAttention.in_proj_weight`); embeddings and norms are not.
+Embeddings and norms are none; Parameters of modules with their own product are (`nn.MultiheadAttention`).
 """
 
 from __future__ import annotations

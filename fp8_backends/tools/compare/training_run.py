@@ -1,7 +1,7 @@
 """Train all seeds of one backend as the worker of `compare`, and report each event as a line of JSON.
 
 The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading one byte from standard
-input. A turn ends for no rank before it has begun for all, so that no rank reads another's byte. Rank 0 reports.
+input; a turn ends for no rank before it has begun for all. Rank 0 reports.
 
     python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """

@@ -215,15 +215,10 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
 
 
 def inputs(tokens: torch.Tensor, task: str, vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model's forward for its task.
+    """Return `input_ids` and `labels` of a model's forward, shaped as the tokens [batch, sequence], int64.
 
-    Args:
-        tokens: [batch, sequence], int64, below `vocab_size`.
-        seed: selects the masked tokens, equally many in every window.
-
-    Returns:
-        `input_ids` and `labels`, shaped as `tokens`. A masked token has the id `vocab_size`, and all other labels are
-        -100, ignored by the loss. A causal model shifts its labels itself.
+    The seed selects masked tokens, equally many in every window; they have the id `vocab_size`, and all other labels
+    are -100, ignored by the loss. A causal model shifts its labels itself.
     """
     if task == CAUSAL:
         return {"input_ids": tokens, "labels": tokens}

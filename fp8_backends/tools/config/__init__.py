@@ -32,8 +32,7 @@ _MARKS = {
 def read(path: str, system: str | None = None, processes: int | None = None) -> TrainingConfig:
     """Read a YAML (or JSON) file of Accelerate or Axolotl (`system`; by default inferred from the keys).
 
-    Raises `RecipeError` for no such file, no YAML, a file of neither system, or unknown keys or values. `processes`
-    overrides the file's number of training processes.
+    `processes` overrides the file's number. Raises `RecipeError` for a wrong file, or unknown keys or values.
     """
     values = read_file(path)
     if system is None:

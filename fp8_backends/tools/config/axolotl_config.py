@@ -1,8 +1,4 @@
-"""Read a configuration file of Axolotl as `TrainingConfig`.
-
-Only the keys for precision, sharding and compilation count, as Axolotl 0.19 uses them: FP8 through TorchAO, by
-`fp8_config.recipe`.
-"""
+"""Read the precision, sharding and compilation of an Axolotl (0.19) configuration file as `TrainingConfig`."""
 
 from __future__ import annotations
 

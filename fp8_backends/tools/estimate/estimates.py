@@ -293,12 +293,8 @@ _ALL_CODES_LIVE = {
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
-    """Add the weight codes that TransformerEngine keeps beyond its native equivalent.
-
-    Before Blackwell it keeps two copies from forward to backward, for fprop and dgrad; from O3 on the first is the
-    weight. The native equivalent keeps one, or recreates it in backward. Under FSDP2 TransformerEngine recreates the
-    codes of gathered plain weights.
-    """
+    """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies before Blackwell, for
+    fprop and dgrad, of which from O3 on the first is the weight; none of plain weights gathered by FSDP2."""
     in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
     copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
@@ -380,11 +376,8 @@ class Rank:
         return held
 
     def _in_flight(self, region: str) -> float:
-        """Return the bytes of scaled weights' gradients in flight under DDP.
-
-        They wait in high precision for a full bucket, and go from there into messages, or are copied for a plain sum. A
-        bucket is full at the latest after the first blocks, the last ones in backward.
-        """
+        """Return the bytes of scaled weights' gradients in flight under DDP: they wait in high precision for a full
+        bucket (at the latest after the first blocks), and go into messages, or are copied for a plain sum."""
         sizes = self.trace.sizes
         bucket = min(SINGLE * sizes["scaled"], max(DDP_BUCKET, SINGLE * sizes["largest_scaled"]))
         is_full = region not in ("backward of the head", "backward of the last block")

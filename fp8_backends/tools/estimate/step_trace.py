@@ -68,8 +68,7 @@ class Storage(NamedTuple):
 class MemoryTracker(TorchDispatchMode):
     """Count live storages by part, and keep the highest moment of each region of the step.
 
-    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way, as a
-    rejection sampler of initial weights does.
+    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way.
     """
 
     def __init__(self) -> None:
@@ -196,15 +195,10 @@ def trace_step(
     settings: StepSettings,
     find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
-    """Trace a training step of AdamW with its states in place.
+    """Trace a training step of AdamW with its states in place. The model's forward returns a loss, alone or first.
 
-    Args:
-        make_model: makes the model under fake tensors; its forward returns a loss, or a tuple that begins with it.
-        make_batch: makes the arguments of its forward.
-        find_stacks: lists the blocks that repeat in depth (an encoder's, a decoder's), for the regions of the trace.
-
-    Raises:
-        FP8BackendError: the model's code depends on values, or its step fails.
+    `find_stacks` lists the blocks that repeat in depth, for the regions of the trace. Raises `FP8BackendError` if the
+    model's code depends on values, or its step fails.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
