@@ -1,7 +1,5 @@
 """Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/advise.rst)."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -5,8 +5,6 @@ precision around FP8. `notebook_launcher` stores its `mixed_precision` where `Ac
 running functions are searched; docs/patches.rst lists the alternatives.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -5,8 +5,6 @@ an older one is first renamed to `.NAME.saving/.replaced`. The next save or load
 leader on each file system seals and renames. docs/saving.rst describes the files.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

@@ -1,7 +1,5 @@
 """Adapt Accelerate to its engines: FSDP2, tensor parallelism and DeepSpeed. Describe a set-up for the rules."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

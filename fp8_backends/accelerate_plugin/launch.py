@@ -5,8 +5,6 @@ Flags, configuration file and environment are merged into one recipe, checked he
 "fp8" it requires three libraries that few backends need.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

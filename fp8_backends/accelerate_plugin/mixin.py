@@ -1,7 +1,5 @@
 """`FP8Mixin`: train an `Accelerator`'s models in FP8."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

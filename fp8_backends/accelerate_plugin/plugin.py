@@ -1,8 +1,6 @@
 """`connect()`: the one patch of Accelerate. If arguments or environment request FP8, `Accelerator.__init__` changes the
 class of the instance to `FP8<Accelerator>` (mixin.py) before the original runs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

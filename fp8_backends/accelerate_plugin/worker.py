@@ -6,8 +6,6 @@
 The script runs as if started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are the same.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import importlib.machinery

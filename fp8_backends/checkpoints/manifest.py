@@ -1,7 +1,5 @@
 """Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last (docs/saving.rst)."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import hashlib

@@ -5,8 +5,6 @@ model's own Linear or `Conv1D`, so every reference to the module stays valid. Ex
 children of the experts module.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import warnings

@@ -1,7 +1,5 @@
 """Observe a prepared model's first optimizer step, for the proof and later audits: shares of FP8 need real forwards."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Find a model's output head, and decide if its loss can be computed in chunks of tokens (`fused_head`)."""
 
-from __future__ import annotations
-
 import contextlib
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Handle layers of an FP8 checkpoint: codes and scales that another library multiplies and freezes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

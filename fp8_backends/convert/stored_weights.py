@@ -1,7 +1,5 @@
 """Store the weights of converted layers in the form of a backend and a level, and make them plain for a while."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

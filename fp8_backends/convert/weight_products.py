@@ -3,8 +3,6 @@
 Embeddings and norms are none; Parameters of modules with their own product are (`nn.MultiheadAttention`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

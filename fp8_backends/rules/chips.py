@@ -1,7 +1,5 @@
 """Limits of chips and libraries; `compute.chips` has the facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, release, supports

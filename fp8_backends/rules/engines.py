@@ -1,7 +1,5 @@
 """Limits of engines, of ranks, and of the compilers and optimizers that train with them."""
 
-from __future__ import annotations
-
 from ..comm.ddp import HOOK_AT_A_LEVEL
 from ..compute.frozen_weights import SHARDED
 from .setup import Rule, Setup, error, info, refused, warning

@@ -4,8 +4,6 @@ Sources: TorchAO's automatic filters (layers), Accelerate's documentation of Tra
 second over bf16 (models) by AWS on P5 with TransformerEngine, Axolotl with FSDP2 and FP8 all-gather, and TorchAO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..compute.frozen_weights import TRAINS

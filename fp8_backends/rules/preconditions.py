@@ -1,7 +1,5 @@
 """Refuse machines, models and optimizers that a recipe cannot train, before anything changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

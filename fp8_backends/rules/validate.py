@@ -1,7 +1,5 @@
 """Find combinations with known problems: one loop over the rules of `rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

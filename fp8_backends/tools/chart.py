@@ -1,7 +1,5 @@
 """`fp8-backends chart`: measure the precision and bytes of every level on a small model after one training step."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

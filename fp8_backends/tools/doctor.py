@@ -1,7 +1,5 @@
 """`fp8-backends doctor`: list the backends that run on this machine, test them, and fix the others."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

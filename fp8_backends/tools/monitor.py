@@ -1,7 +1,5 @@
 """`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with `monitor_every`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Draw the HTML page of a command, one self-contained file. Horizontal positions are percentages of the screen."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 python -m fp8_backends.tools.self_test native:dynamic msamp:O2
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`fp8-backends compare`: train a small model with bf16 and each FP8 backend side by side; measure cost and gain."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Iterable

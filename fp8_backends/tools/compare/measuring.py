@@ -1,7 +1,5 @@
 """Measure a training step: peak memory, autocast's copies of weights, and bytes sent to other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

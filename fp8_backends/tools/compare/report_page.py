@@ -1,7 +1,5 @@
 """Render `report.html`, one self-contained file that shows a comparison, finished or not."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Summarize the results of a comparison: paired gaps, a row for each backend, checks, and the verdict in words."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping

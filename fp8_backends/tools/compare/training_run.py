@@ -6,8 +6,6 @@ input; a turn ends for no rank before it has begun for all. Rank 0 reports.
     python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

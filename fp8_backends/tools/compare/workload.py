@@ -1,7 +1,5 @@
 """Define the workload of `compare` and `advise`: settings, training text, and a language model with random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import sysconfig

@@ -1,7 +1,5 @@
 """`fp8-backends config FILE`: explain a configuration of Accelerate or Axolotl, and write the same for Accelerate."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Read the precision, sharding and compilation of an Axolotl (0.19) configuration file as `TrainingConfig`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`fp8-backends estimate`: the memory and traffic of training a model, before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

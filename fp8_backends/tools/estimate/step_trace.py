@@ -1,7 +1,5 @@
 """Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a kernel's scratch."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
