@@ -24,21 +24,10 @@ import torch
 from ..announcement import logger
 from ..compute.fields import Field, Variable, flag, whole_number
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..recipes import sources
 from ..recipes.fields import FIELDS, help_of, registered_fields
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
-from ..recipes.sources import (
-    LAUNCHED,
-    PREFIX,
-    Source,
-    add_field,
-    config_source,
-    environment_fields,
-    environment_name,
-    is_launched,
-    read_file,
-    unknown_variable,
-)
 from ..recipes.strings import names_backend
 from ..rules import RULES
 from ..rules.preconditions import check_machine
@@ -138,14 +127,14 @@ def _flags() -> dict[str, tuple[Field, Variable]]:
     }
 
 
-def recipe_flags(args: argparse.Namespace) -> Source:
+def recipe_flags(args: argparse.Namespace) -> sources.Source:
     """Read the recipe fields in the flags. A flag at its default value counts as given."""
     fields, places = {}, {}
     for name, match in _flags().items():
         if name in args.nondefault:
             value = getattr(args, name)
-            add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
-    return Source(fields, places)
+            sources.add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
+    return sources.Source(fields, places)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -157,7 +146,7 @@ def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
     if name.startswith("fp8_"):
         suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
         suffix = name.removeprefix("fp8_").upper()
-        raise unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
+        raise sources.unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
     near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     _refuse(f"unknown flag {flag}{hint}")
@@ -168,20 +157,20 @@ def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
 
 def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str, Any]:
     """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the strongest first."""
-    in_file = config_source(config.get("fp8_config"), config.path)
+    in_file = sources.config_source(config.get("fp8_config"), config.path)
     if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # `accelerate config` recommends it for FSDP2
         in_file = in_file._replace(fields={name: v for name, v in in_file.fields.items() if name != _GATHER})
     return merged([recipe_flags(args), in_file, _environment()])
 
 
-def _environment() -> Source:
-    name = environment_name()
+def _environment() -> sources.Source:
+    name = sources.environment_name()
     try:
-        fields = environment_fields()
+        fields = sources.environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
     places = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
-    return Source(fields, places, selects_levels=is_launched())
+    return sources.Source(fields, places, selects_levels=sources.is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
@@ -190,7 +179,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
-    read_file(path)  # Accelerate's reader accepts a repeated key
+    sources.read_file(path)  # Accelerate's reader accepts a repeated key
     try:
         values = commands.load_config_from_file(path)
     except Exception as error:  # Accelerate's reader may raise anything
@@ -356,9 +345,9 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
     """Set the environment of the workers: the recipe's variable replaces all others about FP8."""
     saved = dict(os.environ)
     for name in saved:
-        if name.upper().startswith(PREFIX):
+        if name.upper().startswith(sources.PREFIX):
             del os.environ[name]
-    os.environ[LAUNCHED] = recipe
+    os.environ[sources.LAUNCHED] = recipe
     if on_cpu_ranks:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launcher_log = logging.getLogger("accelerate.commands.launch")
