@@ -1,11 +1,4 @@
-"""Find the mildest change of a recipe that halves its gradient error, by trials: `fp8_backends.advise`.
-
-Trials go from mild to strong: single layers in high precision, then another scaling rule. A bisection finds the layers:
-measure groups of layers alone in FP8, and split the one with the largest error while so few layers could still explain
-the error.
-"""
-
-from __future__ import annotations
+"""Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/advise.rst)."""
 
 import contextlib
 import copy
@@ -52,7 +45,6 @@ NOISE = 0.1
 """Largest mean error of a counted gradient without FP8. A key's bias, to which softmax is blind, has more: FP8's
 rounding is at least sixteen times as coarse, and would leave nothing of it."""
 SHOWN = 5
-"""Single layers named in a report."""
 _FAILURES = (FP8BackendError, RuntimeError)
 """Failures of one trial: a refused recipe, or an operator, such as for memory."""
 
@@ -66,7 +58,6 @@ class Measurement(NamedTuple):
     gap: float
     """Relative error of the gradients; infinite if a gradient is not finite, or without a measurement."""
     loss_error: float
-    """Absolute error of the loss."""
 
 
 class GradientGap:
@@ -76,15 +67,8 @@ class GradientGap:
     elements and a nonzero gradient: `r_p = ||g_p - g32_p|| / ||g32_p||`, with FP32 gradients g32. Parameters beyond
     `NOISE` without FP8 do not count. The model is only read: everything runs on copies, one at a time.
 
-    Args:
-        model: any module, prepared or not; on one device, or DDP around it.
-        batches: inputs of a forward each; moved to the model's device.
-        around: precision around FP8, "bf16" or "fp32".
-        loss: a function (model, batch) -> scalar tensor; default: the loss returned by the model.
-
-    Raises:
-        FP8BackendError: no batch, no loss, sharded weights, nothing that trains, a model without a copy, or a
-            non-finite loss or gradient in FP32.
+    Raises `FP8BackendError` without a batch or loss, for sharded weights, nothing that trains, a model without a copy,
+    or a loss or gradient that is not finite in FP32.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], around: str, loss: LossFunction | None = None) -> None:
@@ -94,7 +78,6 @@ class GradientGap:
         self.batches = list(batches)
         self.loss = loss or _loss_of_output
         self.passes = 0
-        """Forward and backward passes so far."""
         parameters = list(self.model.parameters())
         if not self.batches:
             raise FP8BackendError("no batch is given: batches must hold at least one, better four")
@@ -119,13 +102,11 @@ class GradientGap:
             by_name.setdefault(name, []).append(error)
         noisy = [name for name, values in by_name.items() if _mean(values) > NOISE]
         self.not_counted = noisy if len(noisy) < len(by_name) else []  # otherwise the gap of nothing would be 0
-        """Parameters excluded from the gap."""
         self.floor = Measurement(self._gap(errors), loss_error)
         """The measurement without FP8."""
 
     def _plain_copy(self) -> nn.Module:
-        """Copy the model as before `prepare`, in training mode; parts in evaluation stay so, unless the whole model
-        is."""
+        """Copy the model as before `prepare`; in training mode if it was in evaluation as a whole."""
         try:
             work = copy.deepcopy(self.model)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -159,7 +140,9 @@ class GradientGap:
         trained = {name: parameter for name, parameter in work.named_parameters() if parameter.requires_grad}
         reads_16_bits = any(p.dtype != torch.float32 for p in work.parameters() if p.is_floating_point())
         for seed, batch in enumerate(batches):
-            batch = send_to_device(_copied(batch), self.device)
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # such as a tensor with a grad_fn
+                batch = copy.deepcopy(batch)  # the model may change it, and the next pass reads it again
+            batch = send_to_device(batch, self.device)
             batch = batch if reads_16_bits else convert_to_fp32(batch)
             with _same_draws(seed, self.device):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -182,7 +165,7 @@ class GradientGap:
             work.zero_grad(set_to_none=True)
 
     def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
-        """Return each batch's relative error of every nonzero gradient, and the mean error of the loss."""
+        """Return each batch's relative errors of nonzero gradients, and the mean error of the loss."""
         errors, loss_errors = [], []
         measured = self._gradients(work, self.around, self.batches)
         for (loss, gradients), (expected_loss, expected) in zip(measured, self.reference, strict=True):
@@ -235,20 +218,11 @@ def _same_draws(seed: int, device: torch.device) -> Iterator[None]:
         numpy.random.set_state(numpy_state)
 
 
-def _copied(batch: Any) -> Any:
-    """Copy a batch, so that model and loss may change it: the next pass reads it again."""
-    try:
-        return copy.deepcopy(batch)
-    except (RuntimeError, TypeError, ValueError):  # such as a tensor with a grad_fn
-        return batch
-
-
 def _norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor).item()
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean; infinite if a value is not finite."""
     return statistics.fmean(value if math.isfinite(value) else math.inf for value in values)
 
 
@@ -257,10 +231,7 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe under trial."""
-
     change: str
-    """The change to the given recipe, in words."""
     recipe: Recipe
     flops_share: float
     """FLOPs in FP8 relative to all weight products in these batches, 0 to 1."""
@@ -268,7 +239,6 @@ class Trial:
     """FLOPs in FP8 relative to the given recipe's."""
     measured: Measurement = Measurement(math.inf, math.inf)
     why_not: str | None = None
-    """The reason for no measurement."""
 
     @property
     def gap(self) -> float:
@@ -298,20 +268,16 @@ class Advice:
 
     given: Trial
     chosen: Trial | None
-    """The mildest change that halves the gap, if any."""
     trials: list[Trial]
     """Every candidate in the order of trial, the given recipe first."""
     alone: list[Alone]
-    """Measurements of the search for layers."""
     around: str
     """Precision around FP8, "bf16" or "fp32"."""
     floor: Measurement
     """The measurement without FP8."""
     not_counted: list[str]
-    """Parameters excluded from the gap (`NOISE`)."""
     min_flops_share: float
     passes: int = 0
-    """Forward and backward passes taken."""
 
     @property
     def recipe(self) -> Recipe:
@@ -325,7 +291,6 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence."""
         if self.chosen is not None:
             return (
                 f"{self.chosen.change}: {self._ratio(self.chosen)} of the gap, with {share(self.chosen.kept)} of the "
@@ -367,7 +332,6 @@ class Advice:
         }
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of trials, headings first."""
         rows = [("trial", "recipe", "FP8", "kept", "gap", "of given", "loss error")]
         rows.append((f"{self.around}, no FP8", "", "0 %", "0 %", *self._figures(self.floor)))
         for trial in self.trials:
@@ -454,8 +418,6 @@ def advise(
 
 
 class _Search:
-    """Try changes of a recipe from mild to strong."""
-
     def __init__(
         self, gap: GradientGap, recipe: Recipe, least: float, max_trials: int, progress: Callable[[str], None]
     ) -> None:
@@ -477,14 +439,11 @@ class _Search:
         self.alone: list[Alone] = []
 
     def advice(self) -> Advice:
-        gap = self.gap
-        chosen = self._chosen() if gap.floor.gap <= TARGET * self.given.gap else None
+        gap, chosen = self.gap, None
+        if gap.floor.gap <= TARGET * self.given.gap:
+            chosen = self._without_layers() or next(filter(self._helps, self._scalings()), None)
         facts = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
         return Advice(*facts, passes=gap.passes)
-
-    def _chosen(self) -> Trial | None:
-        """Try layers, then scaling rules."""
-        return self._without_layers() or next(filter(self._helps, self._scalings()), None)
 
     def _helps(self, trial: Trial) -> bool:
         return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
@@ -526,8 +485,8 @@ class _Search:
     def _without_layers(self) -> Trial | None:
         """Keep the fewest layers in high precision that halve the gap.
 
-        Squares of gaps add up, as for independent errors, so the gaps of single groups predict the gap without some
-        layers. The search ends when the best choice of so few layers would leave too much.
+        Squares of gaps add up, as for independent errors, so gaps of groups predict the gap without some layers. Split
+        the worst group, until single layers explain enough or so few cannot.
         """
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
@@ -545,8 +504,7 @@ class _Search:
         return None
 
     def _most_erring(self, groups: list[Alone], budget: float) -> list[Alone]:
-        """Return the fewest groups without which the predicted gap is small enough, largest errors first; none if they
-        exceed the budget. The smallest layer of a group may be the cause."""
+        """Return the fewest groups without which the predicted gap is small enough; none if they exceed the budget."""
         target = (TARGET * self.given.gap) ** 2
         remaining_error = self.gap.floor.gap**2 + sum(map(self._error, groups))
         worst = []
@@ -561,22 +519,18 @@ class _Search:
         return worst if remaining_error <= target else []
 
     def _error(self, group: Alone) -> float:
-        """Return the square of a group's gap above the floor."""
         return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
     def _alone(self, names: tuple[str, ...], recipe: Recipe) -> Alone:
-        """Measure these layers alone in FP8. The gap is 0 if the recipe has none of them in FP8, if the trial fails,
-        or without a remaining trial."""
+        """Measure these layers alone in FP8. The gap is 0 if the trial fails, or without a remaining trial."""
         group = Alone(names, 0.0)
         if self.remaining:
-            try:
+            with contextlib.suppress(*_FAILURES):
                 alone = self.gap.prepared(without(recipe, sorted(self.layers.keys() - set(names))))
                 self.remaining -= 1
                 self.progress(f"{listed(names)} alone in FP8")
                 group = group._replace(gap=self.gap.of(*alone).gap)
-            except _FAILURES:
-                return group
-            self.alone.append(group)
+                self.alone.append(group)
         return group
 
 
@@ -584,7 +538,6 @@ class _Search:
 
 
 def without(recipe: Recipe, names: Sequence[str]) -> Recipe:
-    """Return the recipe with these layers in high precision too."""
     return resolve({**_fields(recipe), "backend": recipe.name, "exclude": [*(recipe.exclude or ()), *names]})
 
 
@@ -610,5 +563,4 @@ def together(names: Sequence[str]) -> str:
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the given fields that are not part of the backend's name."""
     return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}

@@ -1,8 +1,4 @@
-"""Connect this package to Hugging Face Accelerate: stock `Accelerator(mixed_precision="fp8")` trains with our backends.
-
-`plugin.py` patches `Accelerator.__init__`, once; `mixin.py` is the class of an Accelerator in FP8; `engines.py` adapts
-FSDP2, tensor parallelism and DeepSpeed; `checkpoints.py` makes checkpoints whole or absent, with scaling states.
-"""
+"""Connect this package to Hugging Face Accelerate: `Accelerator(mixed_precision="fp8")` trains with our backends."""
 
 from .plugin import connect
 

@@ -1,12 +1,9 @@
 """Find the caller that builds an Accelerator, if it implies something about FP8 that no argument says.
 
-The running functions are searched (`_frames`); docs/patches.rst lists the alternatives. `TrainingArguments` has no
-field for FP8: its `mixed_precision` is the environment's until `bf16=True` (TRL's default) or `fp16=True` replaces it,
-so an FP8 launch would silently train in bf16. Here these flags mean the precision around FP8. `notebook_launcher`
-stores its `mixed_precision` where `Accelerator()` does not read it, and would train in FP32.
+`bf16=True` (TRL's default) or `fp16=True` in `TrainingArguments` would replace an FP8 launch; here they mean the
+precision around FP8. `notebook_launcher` stores its `mixed_precision` where `Accelerator()` does not read it. The
+running functions are searched; docs/patches.rst lists the alternatives.
 """
-
-from __future__ import annotations
 
 import inspect
 import os
@@ -24,9 +21,7 @@ from ..recipes.precision_plan import plan
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     """Return the mixed precision that a Trainer passes from its TrainingArguments to an Accelerator, else None.
 
-    A Trainer is found as the first argument of a running function: subclasses build Accelerators in their own methods
-    (TRL, sentence-transformers), and Axolotl in a function compiled from Trainer's source, so neither module nor
-    function name is reliable. Its own argument is found by value.
+    A Trainer is the first argument of a running function: names of modules and functions differ by library.
     """
     given = arguments.get("mixed_precision")
     if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
@@ -52,7 +47,7 @@ def running_trainer() -> Any:
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """Return `with_whole_states` for a Trainer under DDP: only its rank 0 saves the optimizer, with its own shard."""
+    """Return `with_whole_states` for a Trainer under DDP, where only rank 0 saves the optimizer."""
     whole = with_whole_states(recipe)
     if whole is recipe or not wraps_in_ddp or running_trainer() is None:
         return recipe
@@ -71,10 +66,7 @@ def with_whole_states(recipe: Recipe) -> Recipe:
 
 
 def precision_of_notebook() -> str | None:
-    """Return the `mixed_precision` of a running `notebook_launcher`, else None.
-
-    Its forked processes have its call in their stack; spawned ones, on devices other than CPU and CUDA, do not.
-    """
+    """Return the `mixed_precision` of a running `notebook_launcher`, found in the stack of its forked processes."""
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
     code = getattr(launcher, "__code__", None)
     calls = (frame.f_locals for frame in _frames() if frame.f_code is code)
@@ -82,11 +74,7 @@ def precision_of_notebook() -> str | None:
 
 
 def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:
-    """Apply `bf16=True` or `fp16=True` in TrainingArguments as the precision around FP8.
-
-    Raises:
-        RecipeError: the recipe's `autocast_dtype` contradicts it, or the engine only supports bf16 around FP8.
-    """
+    """Apply `bf16=True` or `fp16=True` in TrainingArguments as the precision around FP8, or refuse a contradiction."""
     if precision not in ("bf16", "fp16"):
         return recipe
     if "autocast_dtype" in recipe.given and recipe.autocast_dtype != precision:

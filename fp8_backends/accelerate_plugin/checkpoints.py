@@ -1,16 +1,9 @@
 """Save whole checkpoints or none, from many ranks, with scaling states; check a folder before loading anything of it.
 
-A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and renamed into its place.
-An older one is first renamed to `.NAME.saving/.replaced`; its files that belong to no checkpoint then move into the new
-folder, and the rest is deleted. The next save or load finishes an interrupted replacement. A leader on each file system
-(the main process, and the first rank of each node with its own disk) seals and renames. An error on one rank reaches
-all of them before that.
-
-Scaling states are `fp8_backend.json` with the recipe of each prepared model, and one `fp8_scaling_<rank>.safetensors` a
-rank, since each rank has seen different amax values; rules without state (`dynamic`) have no such file.
+A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and renamed into its place;
+an older one is first renamed to `.NAME.saving/.replaced`. The next save or load finishes an interrupted replacement. A
+leader on each file system seals and renames. docs/saving.rst describes the files.
 """
-
-from __future__ import annotations
 
 import fnmatch
 import json
@@ -48,7 +41,6 @@ except ImportError:  # Windows
     fcntl = None
 
 _FORMAT = 2
-"""Format of `fp8_backend.json`."""
 _OF_RANKS = ("random_states_*.pkl", "custom_checkpoint_*.pkl", "fp8_scaling_*.safetensors")
 """Files that a loader would read, and that more ranks may have left in an older checkpoint without a manifest."""
 
@@ -63,15 +55,9 @@ def save(
     step: int | None,
     total_limit: int | None = None,
 ) -> None:
-    """Save a whole checkpoint or none. All ranks call it.
+    """Save a whole checkpoint or none. If one rank fails, all raise `FP8BackendError`, and an older checkpoint stays.
 
-    Args:
-        write: write all files of this rank into the given folder; its last part is the name of `output_dir`.
-        step: the number of steps of this rank's optimizer, if known.
-        total_limit: the number of checkpoints to keep in the folder around this one.
-
-    Raises:
-        FP8BackendError: on all ranks, if one of them failed. An older checkpoint is then unchanged.
+    `write` writes all files of this rank into a folder. `total_limit` checkpoints stay in the folder around this one.
     """
     if not output_dir:
         raise FP8BackendError("save_state was given no folder to save into")
@@ -79,15 +65,11 @@ def save(
     holder, doing = manifest.holder_of(target), f"saving the checkpoint {target}"
     staging = holder / target.name
 
-    def write_files() -> None:
-        staging.mkdir(parents=True, exist_ok=True)
-        write(str(staging))
-
     with ExitStack() as lock:
         on_all_ranks(doing, lambda: lock.enter_context(_locked(target)) if state.is_main_process else None)
         _once_per_disk(doing, lambda: _make_way(target))
         try:
-            on_all_ranks(doing, write_files)
+            on_all_ranks(doing, lambda: (staging.mkdir(parents=True, exist_ok=True), write(str(staging))))
             leads = seal(staging, recipe, step)
         except FP8BackendError as error:
             on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
@@ -112,8 +94,7 @@ def _once_per_disk(doing: str, function: Callable[[], object]) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process or thread at a time save this checkpoint. The lock ends with its process. Without effect on file
-    systems without locks, such as NFS."""
+    """Let one process or thread at a time save this checkpoint, on file systems with locks (not on NFS)."""
     if fcntl is None:
         yield
         return
@@ -138,8 +119,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _make_way(target: Path) -> None:
-    """Finish an earlier replacement of this checkpoint, and remove leftovers of an earlier save. Raises
-    `FP8BackendError` if no rename can replace the target."""
+    """Finish an earlier replacement of this checkpoint, remove leftovers, and refuse a target that stays."""
     finish(target)
     holder = manifest.holder_of(target)
     for leftover in holder.iterdir() if holder.is_dir() else ():
@@ -156,8 +136,8 @@ def _make_way(target: Path) -> None:
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
-    """Write the manifest of a folder after all ranks have written; ranks with a common disk share the reading. All
-    ranks call it. Return True if this rank leads its file system."""
+    """Write the manifest of a folder after all ranks have written; ranks with a common disk share the reading. Return
+    True if this rank leads its file system."""
     doing, state = f"sealing the checkpoint {folder}", PartialState()
     marks = folder / manifest.SAVING
 
@@ -207,8 +187,7 @@ def _put_in_place(target: Path) -> None:
 
 
 def finish(target: Path) -> None:
-    """Put the new checkpoint into the place of the renamed old one, and delete the old one. Does nothing without an old
-    one, and can be repeated after any interruption."""
+    """Put the new checkpoint into the place of the renamed old one, if any. Can be repeated after any interruption."""
     holder = manifest.holder_of(target)
     old = holder / manifest.REPLACED
     if not old.exists():
@@ -237,8 +216,7 @@ def _move_missing(old: Path, new: Path) -> None:
 
 
 def _remove_oldest(folder: Path, newest: Path, limit: int) -> None:
-    """Remove Accelerate's checkpoints from a folder until `limit` are left, the newest one among them. Each is first
-    renamed, so that no loader finds it."""
+    """Remove Accelerate's checkpoints until `limit` are left. Each is first renamed, so that no loader finds it."""
     for leftover in folder.glob(f".*{manifest.SAVING}"):
         if not (leftover / manifest.REPLACED).exists():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -262,10 +240,8 @@ def seal_checkpoints_of(trainer: Any, recipe: Recipe) -> None:
         fp8_recipe = recipe
 
         def on_save(self, args, state, control, **kwargs) -> None:
-            """Seal the newest checkpoint. All ranks are here. A hyperparameter search saves elsewhere, without
-            manifests."""
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            if _anywhere(folder):
+            if _anywhere(folder):  # a hyperparameter search saves elsewhere
                 seal(folder.resolve(), recipe, state.global_step)
 
     trainer.add_callback(SealingCallback())
@@ -280,12 +256,7 @@ def _anywhere(folder: Path) -> bool:
 
 
 def checked(input_dir: str | os.PathLike) -> bool:
-    """Refuse a checkpoint that is not whole, before anything of it is loaded. All ranks call it. Return True if any of
-    them sees it.
-
-    Raises:
-        FP8BackendError: on all ranks. It names the file, and the newest whole checkpoint beside this one.
-    """
+    """Refuse a checkpoint that is not whole, on all ranks, before loading anything. Return True if a rank sees it."""
     folder = Path(os.path.realpath(input_dir))
     if not _anywhere(folder):
         return False
@@ -337,7 +308,6 @@ def newest(folder: Path) -> Path:
 
 
 def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
-    """Write the scaling states of the prepared models into a folder of `save_state`."""
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
@@ -348,11 +318,9 @@ def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
 
 
 def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None:
-    """Check scaling states and the states of converted optimizers in a folder of `save_state`, then load the scaling
-    states. All ranks call it.
+    """Check the scaling states and converted optimizers in a folder of `save_state`, then load the scaling states.
 
-    Raises:
-        FP8BackendError: on all ranks, if one of them cannot resume from it. Nothing has changed then.
+    All ranks raise `FP8BackendError`, before anything changes, if one of them cannot resume from it.
     """
     folder = Path(input_dir)
 
@@ -370,7 +338,6 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
-    """Check the files of converted optimizers: Accelerate loads them after the models."""
     names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
     for i, optimizer in enumerate(map(unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):
@@ -384,8 +351,7 @@ def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
 
 
 def _read_optimizer(path: Path) -> dict[str, Any] | None:
-    """Read a file of `torch.save` without a copy in memory; return None if only the user's `load_kwargs` can load it.
-    Raises `FP8BackendError` for a damaged file."""
+    """Read a file of `torch.save` without a copy; return None if only the user's `load_kwargs` can load it."""
     try:
         return load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FP8BackendError:

@@ -1,7 +1,5 @@
 """Adapt Accelerate to its engines: FSDP2, tensor parallelism and DeepSpeed. Describe a set-up for the rules."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -76,8 +74,7 @@ def wraps_in_ddp(accelerator: Accelerator) -> bool:
 
 @torch.no_grad()
 def upcast(model: nn.Module) -> None:
-    """Cast trainable parameters to FP32, the input of FSDP2's mixed-precision policy. Stock Accelerate casts later, but
-    a plain cast does not know all formats of stored weights."""
+    """Cast trainable parameters to FP32, as Accelerate does later, without knowing all formats of stored weights."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
             if isinstance(parameter, ScaledTensor):
@@ -88,8 +85,7 @@ def upcast(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Around stock `_prepare_fsdp2`, take the parameters out of optimizers; afterwards insert the sharded model's
-    parameters by name. The optimizer objects, their groups and states stay."""
+    """Take the parameters out of optimizers; afterwards insert the sharded model's by name, and shard the states."""
     if not models:
         yield
         return
@@ -100,10 +96,11 @@ def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.op
         yield
     finally:
         by_name = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-        for optimizer in detached:
-            optimizer.attach(by_name)
-    for optimizer in detached:
-        optimizer.shard_states()
+        for held in detached:
+            for group, names in zip(held.optimizer.param_groups, held.names, strict=True):
+                group["params"] = [by_name[name] for name in names]
+    for held in detached:
+        held.shard_states()
 
 
 class _Detached:
@@ -123,10 +120,6 @@ class _Detached:
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = []
-
-    def attach(self, by_name: dict[str, nn.Parameter]) -> None:
-        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
-            group["params"] = [by_name[name] for name in names]
 
     def shard_states(self) -> None:
         """Load the states with the optimizer's own `load_state_dict`, which converts them to the format of weights."""
@@ -192,7 +185,10 @@ def whole_files(accelerator: Accelerator) -> Iterator[None]:
     optimizers = list(accelerator._optimizers)
     accelerator._optimizers[:] = map(_WholeStates, optimizers)
     handles = [model.register_load_state_dict_pre_hook(_take_parts) for model in accelerator._models]
-    handles += [model.register_state_dict_post_hook(_give_whole) for model in accelerator._models]
+    handles += [
+        model.register_state_dict_post_hook(lambda _, states, *__: states.update(whole(states)))
+        for model in accelerator._models
+    ]
     try:
         yield
     finally:
@@ -215,11 +211,6 @@ class _WholeStates:
         for key, p in _keys_and_parameters(self.optimizer, state_dict):
             states[key] = {name: _part(value, p) for name, value in states.get(key, {}).items()}
         self.optimizer.load_state_dict({**state_dict, "state": {key: state for key, state in states.items() if state}})
-
-
-def _give_whole(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-    """State-dict hook of a model. Readers of files also look at names and addresses in a state dict."""
-    state_dict.update(whole(state_dict))
 
 
 def _take_parts(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
@@ -254,7 +245,6 @@ class EngineSteps:
         self.state: dict = {}
 
     def register_step_post_hook(self, hook: Callable) -> None:
-        """Register hook(steps, args, kwargs) as `torch.optim.Optimizer.register_step_post_hook` does."""
         self._optimizer_step_post_hooks[len(self._optimizer_step_post_hooks)] = hook
 
 
@@ -276,8 +266,7 @@ def watch_engine(accelerator: Accelerator) -> None:
 
 
 def after_engine_backward(accelerator: Accelerator) -> None:
-    """After a backward with reduced gradients, let ranks agree on scaling states, and run the hooks of a step. The
-    engine skips the step after an overflow."""
+    """Let ranks agree on scaling states, and run the hooks of a step, which the engine skips after an overflow."""
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -287,8 +276,7 @@ def after_engine_backward(accelerator: Accelerator) -> None:
 
 
 def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
-    """Save scaling states in the engine's own checkpoints, such as those of `transformers.Trainer`, in DeepSpeed's
-    client state. Inert inside `save_state` and `load_state`, which have a file for each rank."""
+    """Save scaling states in the client state of the engine's own checkpoints; `save_state` has files of its own."""
     if "save_checkpoint" in engine.__dict__:
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint

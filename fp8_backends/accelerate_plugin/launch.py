@@ -1,12 +1,9 @@
 """`fp8-backends launch`: run Accelerate's launcher with every backend string and field, for unmodified scripts.
 
-Accelerate's parser and launcher functions run in this process. Flags, configuration file and environment are merged
-into one recipe, which is checked here and passed to the workers in `FP8_BACKENDS_RECIPE`. A worker runs `worker.py`,
-which connects this package, sets mixed precision "fp8" and runs the script. Accelerate's launcher sees no mixed
-precision: for "fp8" it requires three libraries that few backends need. Arguments after the script belong to it.
+Flags, configuration file and environment are merged into one recipe, checked here and passed to the workers
+(`worker.py`) in `FP8_BACKENDS_RECIPE`. Accelerate's launcher runs in this process and sees no mixed precision: for
+"fp8" it requires three libraries that few backends need.
 """
-
-from __future__ import annotations
 
 import argparse
 import difflib
@@ -24,30 +21,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from ..announcement import logger
 from ..compute.fields import Field, Variable, flag, whole_number
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..recipes import sources
 from ..recipes.fields import FIELDS, help_of, registered_fields
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
-from ..recipes.sources import (
-    LAUNCHED,
-    PREFIX,
-    Source,
-    add_field,
-    config_source,
-    environment_fields,
-    environment_name,
-    is_launched,
-    read_file,
-    unknown_variable,
-)
 from ..recipes.strings import names_backend
 from ..rules import RULES
 from ..rules.preconditions import check_machine
 from ..words import shortened, shown
 from .plugin import incompatibilities, is_disabled, refuse_mismatches
-
-logger = logging.getLogger("fp8_backends")
 
 WORKER = f"{__package__}.worker"
 _GATHER = "enable_fsdp_float8_all_gather"
@@ -62,21 +47,15 @@ _NEEDED_PARAMETERS = {
 
 
 class _Configuration(NamedTuple):
-    """A configuration file of Accelerate, possibly absent."""
-
     path: str = ""
     values: Any = argparse.Namespace()
-    """`ClusterConfig` or `SageMakerConfig`."""
 
     def get(self, name: str) -> Any:
         return getattr(self.values, name, None)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code.
-
-    Raises `FP8BackendError`, before any process starts, for an invalid or unsupported request.
-    """
+    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code."""
     if is_disabled():
         raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
     from accelerate.commands import launch as commands
@@ -95,18 +74,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Show each flag in one of its two spellings."""
-
     def add_argument(self, action: argparse.Action) -> None:
         action.option_strings = [spelling for spelling in action.option_strings if "-" not in spelling[2:]]
         super().add_argument(action)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments with Accelerate's parser, recipe fields as text. `nondefault` names the given ones.
-
-    Raises `FP8BackendError` in one line for an invalid argument; for an unknown flag with the nearest valid one.
-    """
+    """Parse arguments with Accelerate's parser, recipe fields as text; `nondefault` names the given ones."""
     parser = launch_parser()
     args, unknown = parser.parse_known_args(arguments)
     for word in unknown:
@@ -153,14 +127,14 @@ def _flags() -> dict[str, tuple[Field, Variable]]:
     }
 
 
-def recipe_flags(args: argparse.Namespace) -> Source:
+def recipe_flags(args: argparse.Namespace) -> sources.Source:
     """Read the recipe fields in the flags. A flag at its default value counts as given."""
     fields, places = {}, {}
     for name, match in _flags().items():
         if name in args.nondefault:
             value = getattr(args, name)
-            add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
-    return Source(fields, places)
+            sources.add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
+    return sources.Source(fields, places)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -172,7 +146,7 @@ def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
     if name.startswith("fp8_"):
         suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
         suffix = name.removeprefix("fp8_").upper()
-        raise unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
+        raise sources.unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
     near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     _refuse(f"unknown flag {flag}{hint}")
@@ -183,20 +157,20 @@ def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
 
 def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str, Any]:
     """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the strongest first."""
-    in_file = config_source(config.get("fp8_config"), config.path)
+    in_file = sources.config_source(config.get("fp8_config"), config.path)
     if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # `accelerate config` recommends it for FSDP2
         in_file = in_file._replace(fields={name: v for name, v in in_file.fields.items() if name != _GATHER})
     return merged([recipe_flags(args), in_file, _environment()])
 
 
-def _environment() -> Source:
-    name = environment_name()
+def _environment() -> sources.Source:
+    name = sources.environment_name()
     try:
-        fields = environment_fields()
+        fields = sources.environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
     places = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
-    return Source(fields, places, selects_levels=is_launched())
+    return sources.Source(fields, places, selects_levels=sources.is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
@@ -205,7 +179,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
-    read_file(path)  # Accelerate's reader accepts a repeated key
+    sources.read_file(path)  # Accelerate's reader accepts a repeated key
     try:
         values = commands.load_config_from_file(path)
     except Exception as error:  # Accelerate's reader may raise anything
@@ -231,10 +205,6 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
         logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
 
 
-_REFUSED = {"tpu": ("tpu", "XLA"), "megatron": ("use_megatron_lm", "MEGATRON_LM")}
-"""Rules, each with its flag and `distributed_type`."""
-
-
 def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
     """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises `FP8BackendError`."""
     if "sagemaker" in str(config.get("compute_environment")).lower():
@@ -244,7 +214,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
         )
     if args.no_python:
         raise FP8BackendError("--no_python: only Python scripts can be connected to this package; leave the flag out")
-    for rule, (flag_name, kind) in _REFUSED.items():
+    for rule, flag_name, kind in (("tpu", "tpu", "XLA"), ("megatron", "use_megatron_lm", "MEGATRON_LM")):
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
             reason, fix = RULES[rule].reason, RULES[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
@@ -301,8 +271,7 @@ _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WO
 
 
 def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
-    """Return True if several CPU processes are requested and no launcher starts them. Accelerate leaves that to mpirun,
-    and without it trains in one process."""
+    """Return True if several CPU processes are requested and no launcher starts them: Accelerate would train in one."""
     count = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
     elsewhere = _uses_deepspeed(args, config) or _uses_fsdp(args, config)
     on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
@@ -376,9 +345,9 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
     """Set the environment of the workers: the recipe's variable replaces all others about FP8."""
     saved = dict(os.environ)
     for name in saved:
-        if name.upper().startswith(PREFIX):
+        if name.upper().startswith(sources.PREFIX):
             del os.environ[name]
-    os.environ[LAUNCHED] = recipe
+    os.environ[sources.LAUNCHED] = recipe
     if on_cpu_ranks:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launcher_log = logging.getLogger("accelerate.commands.launch")
@@ -392,7 +361,6 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
 
 
 def _is_not_about_defaults(record: logging.LogRecord) -> bool:
-    """Drop the log line that lists flags at their defaults: the precision, FP8 here, is one of them."""
     return "had defaults used instead" not in record.getMessage()
 
 

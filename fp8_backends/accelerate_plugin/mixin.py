@@ -1,18 +1,6 @@
-"""`FP8Mixin`: train an `Accelerator`'s models in FP8.
-
-In the order of the class:
-
-- `__init__`   refuse a set-up that cannot train, choose the precision around FP8
-- `prepare`    refuse again, with the engine's later settings; convert models, watch optimizers, log known problems
-- `backward`   cast accumulated weight gradients once, when they are complete
-- checkpoints  save whole ones or none, with scaling states, whole masters and whole optimizer states
-- `autocast`   run in the recipe's dtype around FP8
-"""
-
-from __future__ import annotations
+"""`FP8Mixin`: train an `Accelerator`'s models in FP8."""
 
 import functools
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +18,7 @@ from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
 from .. import preparation, rules
-from ..announcement import announce, is_main_process
+from ..announcement import announce, is_main_process, logger
 from ..checkpoints import scaling_state
 from ..comm.ddp import leaves_nothing
 from ..compute import hardware
@@ -51,7 +39,6 @@ from . import checkpoints, engines
 from .callers import running_trainer
 from .engines import setup_of, uses_deepspeed
 
-logger = logging.getLogger("fp8_backends")
 _PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 
 
@@ -91,13 +78,11 @@ class IgnoresFP8Environment(_RunTimeClass):
 class FP8Mixin(_RunTimeClass):
     """Base of an Accelerator class, before the original. Converts every model before stock Accelerate prepares it.
 
-    Stock Accelerate sees no FP8 backend (`fp8_backend` is NO), so it converts nothing and creates no loss scaler for
-    MS-AMP. Its other effects of "fp8" remain: bf16 autocast and FP32 outputs.
+    Stock Accelerate sees `fp8_backend` NO, so it converts nothing; bf16 autocast and FP32 outputs remain.
     """
 
     class_prefix = "FP8"
     fp8_recipe: Recipe
-    """The resolved recipe."""
     fp8_autocast_dtype: str
     """The dtype around FP8: "bf16", "fp16" or "fp32"."""
     fp8_accumulates: bool = False
@@ -105,9 +90,7 @@ class FP8Mixin(_RunTimeClass):
     fp8_without_gradients: Sequence[nn.Module] = ()
     """Models without gradients since the last preparation."""
     fp8_has_loaded: bool = False
-    """True once `load_state` has run."""
     fp8_engine_steps: engines.EngineSteps | None = None
-    """The steps of the DeepSpeed engine."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
         """Continue after the original `__init__`. Raises `RecipeError` if the engine does not support the recipe."""
@@ -133,13 +116,11 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """NO, so that stock Accelerate runs no FP8 itself. `fp8_recipe.name` is the backend in use."""
         return FP8BackendType.NO
 
     @property
     def has_fp8_handler(self) -> bool:
-        """True, so that stock Accelerate chooses no library."""
-        return True
+        return True  # so that stock Accelerate chooses no library
 
     @has_fp8_handler.setter
     def has_fp8_handler(self, value: bool) -> None:
@@ -172,9 +153,8 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _prepare_tp(self, *args):
-        """Prepare all but models as Accelerate does. Parameters stay: optimizers hold them, and FSDP2 accepts plain
-        tensors beside DTensors of a tensor-parallel mesh. Stock Accelerate replaces them by data address, which scaled
-        weights lack, and under FSDP2 wraps plain ones with a class that transformers 5 has dropped."""
+        """Prepare all but models as Accelerate does. Stock Accelerate also replaces Parameters by data address, which
+        scaled weights lack, and under FSDP2 wraps plain ones with a class that transformers 5 has dropped."""
         others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
         return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
 
@@ -209,7 +189,6 @@ class FP8Mixin(_RunTimeClass):
         return model
 
     def _original_msamp(self, args: tuple) -> tuple:
-        """Return the arguments of `prepare`, model and optimizer initialized by the original MS-AMP."""
         models, optimizers = _models_and_optimizers(args)
         if len(models) != 1 or len(optimizers) != 1:
             raise RecipeError(
@@ -220,8 +199,7 @@ class FP8Mixin(_RunTimeClass):
         return tuple({id(models[0]): model, id(optimizers[0]): optimizer}.get(id(obj), obj) for obj in args)
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
-        """Convert a model. Raises `FP8BackendError` if none of its layers runs in FP8, except for a module beside a
-        converted model, such as a loss or a small convolutional network."""
+        """Convert a model. Only a module beside a converted one, such as a loss, may have no layer in FP8."""
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains:
             preconditions.check_sharing(model, setup_of(self))
@@ -275,7 +253,10 @@ class FP8Mixin(_RunTimeClass):
                 self._log_statistics_of(self.fp8_engine_steps)
             return
         for optimizer in map(_innermost, self._optimizers):
-            models = self.models_of(optimizer)
+            models = list(self._models)  # under FSDP2 one, with gathered parameters that are not the optimizer's
+            if not self.is_fsdp2:
+                trained = parameter_ids(optimizer)
+                models = [model for model in models if any(id(p) in trained for p in model.parameters())]
             if models:
                 optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
                 self._log_statistics_of(optimizer)
@@ -286,7 +267,6 @@ class FP8Mixin(_RunTimeClass):
                     stored_weights.keep_weight_casts(model)
 
     def _check_trains(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        """Before each step of an optimizer without a model, check that some optimizer trains some model."""
         if models := list(filter(conversion.prepared_roots, self._models)):
             preconditions.check_trains(models, self._optimizers, self.fp8_recipe)
 
@@ -295,13 +275,6 @@ class FP8Mixin(_RunTimeClass):
         """True if models keep their Parameters, which their optimizers hold."""
         of_one_rank = self.distributed_type == DistributedType.NO or engines.shares_layers(self)
         return of_one_rank or engines.wraps_in_ddp(self)
-
-    def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-        """Return the prepared models of an optimizer."""
-        if self.is_fsdp2:
-            return list(self._models)  # one model; its gathered parameters are not the optimizer's
-        trained = parameter_ids(optimizer)
-        return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
         """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. If a script accumulates
@@ -333,7 +306,6 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
-        """Name models with first gradients and no prepared optimizer."""
         models, self.fp8_without_gradients = self.fp8_without_gradients, []
         if not is_main_process() or uses_deepspeed(self) or (self._optimizers and not self.has_whole_weights):
             return
@@ -352,8 +324,7 @@ class FP8Mixin(_RunTimeClass):
                 )
 
     def _save_at_fault(self, step: int) -> str | None:
-        """Save the training before the guard stops it, if the project has a folder; return the path. All ranks call
-        it."""
+        """Save the training before the guard stops it, if the project has a folder; return the path."""
         if self.project_dir is None:
             return None
         named = self.project_configuration.automatic_checkpoint_naming
@@ -400,7 +371,6 @@ class FP8Mixin(_RunTimeClass):
         return Path(output_dir)
 
     def _write_state(self, save: Callable, args: tuple, kwargs: dict, folder: str) -> None:
-        """Let stock Accelerate write into this folder, without automatic naming."""
         project = self.project_configuration
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
@@ -417,15 +387,13 @@ class FP8Mixin(_RunTimeClass):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
-        """Return the state dict with whole masters, and whole weights under tensor parallelism. All ranks must call
-        it."""
+        """Return the state dict with whole masters and weights. All ranks must call it."""
         with self._around_states(whole_states, moments=False):
             state_dict = super().get_state_dict(model, unwrap)
         return engines.whole(state_dict) if engines.shares_layers(self) else state_dict
 
     @contextmanager
     def _around_states(self, context, **options):
-        """Enter a context for each optimizer."""
         with ExitStack() as entered:
             for optimizer in map(_innermost, self._optimizers):
                 entered.enter_context(context(optimizer, **options))
@@ -487,7 +455,6 @@ class FP8Mixin(_RunTimeClass):
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
     def _log_statistics_of(self, optimizer: torch.optim.Optimizer | engines.EngineSteps) -> None:
-        """Send a summary of each sample of the monitor to the trackers."""
         if sampled := monitor.monitor_of(optimizer):
             sampled.report = self._log_statistics
 
@@ -527,7 +494,6 @@ class FP8Mixin(_RunTimeClass):
             raise rules.refusal("release_clipping", replace(setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
-        """Divide the loss scale out of the gradients, if there is a loss scaler."""
         if self.scaler is None:
             return
         optimizer = self._optimizers if optimizer is None else optimizer
@@ -536,7 +502,6 @@ class FP8Mixin(_RunTimeClass):
 
 
 def _known_problems(setup: Setup, models: Iterable[nn.Module]) -> list[Finding]:
-    """Return errors and warnings about unconverted models in training, on the main process."""
     problems: dict[str, Finding] = {}
     for model in models if is_main_process() else ():
         if any(parameter.requires_grad for parameter in model.parameters()):
@@ -553,7 +518,6 @@ def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.opt
 
 
 def _has_layers_for_fp8(model: nn.Module) -> bool:
-    """Return True if a model has weight products for FP8."""
     return any(product.kind not in NEVER_IN_FP8 for product in weight_products(model))
 
 

@@ -1,14 +1,8 @@
-"""`connect()`: the one patch of Accelerate.
-
-The patched `Accelerator.__init__` reads its arguments and the environment. If they request FP8, it changes the class of
-the instance to `FP8<Accelerator>` (mixin.py) before the original runs. Otherwise only the original runs.
-"""
-
-from __future__ import annotations
+"""`connect()`: the one patch of Accelerate. If arguments or environment request FP8, `Accelerator.__init__` changes the
+class of the instance to `FP8<Accelerator>` (mixin.py) before the original runs."""
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +13,7 @@ import accelerate.utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from ..announcement import is_main_process
+from ..announcement import is_main_process, logger
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolve
 from ..recipes.merging import LAUNCH, code_over_launch
@@ -30,8 +24,6 @@ from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .engines import wraps_in_ddp
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
-
-logger = logging.getLogger("fp8_backends")
 
 _MARK = "_connected_by_fp8_backends"
 
@@ -62,9 +54,7 @@ def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
     `import fp8_backends` does it already; repeating it changes nothing. An Accelerator without FP8 behaves as before,
-    to the bit. An Accelerator created before the import keeps stock FP8, with a warning. `FP8_BACKENDS_DISABLE=1` in
-    the environment leaves Accelerate unpatched. An incompatible version of Accelerate raises `FP8BackendError` only in
-    an Accelerator with FP8.
+    to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate unpatched.
     """
     # another library may have wrapped our wrapper
     innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
@@ -78,7 +68,6 @@ def connect() -> None:
 
 
 def is_disabled() -> bool:
-    """Return True if `FP8_BACKENDS_DISABLE` is set."""
     return os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on")
 
 
@@ -96,7 +85,9 @@ def _patched(original):
         handlers = _handlers(bound.arguments)
         is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
         by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
-        if backend := _backend_as_precision(bound.arguments, by_trainer):
+        given = bound.arguments.get("mixed_precision") if by_trainer is None else None
+        backend = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
+        if names_backend(backend):
             handlers = [*handlers, FP8RecipeKwargs(backend=backend)]
             bound.arguments |= {"mixed_precision": "fp8", "kwargs_handlers": handlers}
         elif by_trainer is not None or _precision(bound.arguments) == "fp8":
@@ -143,7 +134,6 @@ def incompatibilities(owner: Any, needed: Mapping[str, Sequence[str]]) -> list[s
 
 
 def refuse_mismatches(mismatches: Sequence[str]) -> None:
-    """Raise `FP8BackendError` if the installed Accelerate does not fit."""
     if mismatches:
         raise FP8BackendError(
             f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
@@ -154,14 +144,8 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
 def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:
     """Return the resolved recipe for these arguments of `Accelerator` and the environment; None without FP8.
 
-    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8" (argument, the running
-    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`); "fp8" without either means `auto`.
-
-    Args:
-        by_trainer: the mixed precision in a Trainer's arguments.
-
-    Raises:
-        RecipeError: two FP8 handlers, one of ours without "fp8", or different dtypes in recipe and Trainer.
+    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8"; "fp8" without either means `auto`.
+    `by_trainer` is the mixed precision in a Trainer's arguments.
     """
     precision = _precision(arguments)
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
@@ -187,7 +171,6 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
 
 
 def _handlers(arguments: Mapping[str, Any]) -> Any:
-    """Return the list of handlers. Raises `RecipeError` for a recipe, a backend string or a dict in a wrong place."""
     given = arguments.get("kwargs_handlers") or []
     if _is_fp8_handler(given):
         raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
@@ -198,15 +181,7 @@ def _handlers(arguments: Mapping[str, Any]) -> Any:
     return given
 
 
-def _backend_as_precision(arguments: Mapping[str, Any], by_trainer: str | None) -> str | None:
-    """Return a backend string given as mixed precision, by argument or environment."""
-    given = arguments.get("mixed_precision") if by_trainer is None else None
-    given = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
-    return given if names_backend(given) else None
-
-
 def _precision(arguments: Mapping[str, Any]) -> str:
-    """Return the mixed precision that Accelerate will use."""
     given = arguments.get("mixed_precision")
     if given is not None:
         return str(given)
@@ -254,7 +229,6 @@ def _completed(handler: Any) -> Any:
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
-    """Warn if the environment requests FP8 against the code, or requests only half of it."""
     precision, backend = _precision(arguments), _backend_in_environment()
     if not is_main_process():
         return

@@ -3,11 +3,8 @@
     python -m fp8_backends.accelerate_plugin.worker script.py ARGUMENTS
     python -m fp8_backends.accelerate_plugin.worker -m module ARGUMENTS
 
-Other launchers may start it, too: `torchrun -m fp8_backends.accelerate_plugin.worker script.py`. The script runs as if
-started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are the same.
+The script runs as if started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are the same.
 """
-
-from __future__ import annotations
 
 import builtins
 import contextlib
@@ -30,8 +27,7 @@ from ..recipes.sources import environment_fields, is_launched
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. The import of this module has connected
-    `fp8_backends` to Accelerate."""
+    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process."""
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
         sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
     ask_for_fp8()
@@ -51,13 +47,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Steps:
-    """Observe a script's optimizer steps. If none proved FP8, print a line at the end; exit with code 1 if all steps
-    were outside FP8."""
+    """Observe a script's optimizer steps. If none proved FP8, say so; exit with code 1 if all were outside FP8."""
 
     def __init__(self, script: str) -> None:
         self.script = script
         self.proofs: set[bool | None] = set()
-        """Results of `is_proven`."""
 
     def __enter__(self) -> None:
         register_optimizer_step_post_hook(self.after_step)
@@ -91,8 +85,7 @@ def ask_for_fp8() -> None:
 
 
 def _run_source(script: str) -> None:
-    """Run a script as `runpy.run_path` does, but with `sys.argv[0]` as given, and with a lasting `__main__`: functions
-    at exit and pickled classes need it."""
+    """Run a script with `sys.argv[0]` as given and a lasting `__main__`, unlike `runpy.run_path`."""
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:

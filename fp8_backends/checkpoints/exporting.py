@@ -1,11 +1,6 @@
 """Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
 
-`finegrained_fp8` is read by transformers' FineGrainedFP8Config, and has `weight_scale_inv`: one scale for 128 x 128
-values. `compressed-tensors` is read by transformers with that package, and has `weight_scale`: one, one a row, or one
-for 128 x 128 values of a weight [out, in].
-
-Codes are E4M3 and scales FP32: value = code * scale. A scale for more values than the file's grid is repeated, so
-coarser codes fit into a finer grid unchanged.
+Codes are E4M3 and scales FP32: value = code * scale. Coarser codes fit into a finer grid with repeated scales.
 """
 
 from __future__ import annotations
@@ -129,8 +124,7 @@ def export(
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
-    """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged. Raise
-    `FP8BackendError` for other models."""
+    """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged."""
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
         name = type(model).__name__
         raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
@@ -174,15 +168,13 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
 
 
 def _codes_of(layer: Found) -> Quantized | None:
-    """Return the current codes of a converted layer; None if its backend hides them."""
     return registry.get_compute(layer.conversion.recipe.compute).weight_codes(layer.module)
 
 
 def _state(
     model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the file, on the CPU, by name; empty on ranks that do not write. Record the layers in the
-    result."""
+    """Return the tensors of the file by name, on the CPU; none on ranks that do not write. Record the layers."""
     writes, state, whole = is_main_process(), {}, {}
     for full_name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(full_name)
@@ -238,8 +230,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quantization_config(model: nn.Module, fmt: CheckpointFormat, result: Export) -> Iterator[None]:
-    """Describe the codes in the model's configuration inside, and hide the ranks: transformers would wait for all of
-    them, and only one writes."""
+    """Describe the codes in the model's configuration, and hide the ranks: transformers would wait for all of them."""
     # the name of a Parameter excludes its module
     parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(model) if weight.part}
     plain = sorted({name.removesuffix(parts.get(name, "")) for name in result.high_precision})
@@ -266,8 +257,7 @@ def grid_of(codes: Quantized | None) -> str | None:
 
 
 def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
-    """Return the coarsest grid for the unchanged codes of most weights; without any, the finest for most weights
-    rounded. `weights`: shape and grid of each."""
+    """Return the coarsest grid for the unchanged codes of most weights, else the finest for most weights rounded."""
 
     def worth(grid: str) -> tuple[int, ...]:
         fit = [codes for shape, codes in weights if fmt.unfit(shape, grid, codes == TENSOR) is None]
@@ -279,7 +269,6 @@ def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], st
 
 
 def rounded(values: torch.Tensor, grid: str) -> Quantized:
-    """Quantize plain values [out, in] to a grid, with scales from their own maxima."""
     if grid == TENSOR:
         return quantization.quantize(values, E4M3, columns=False, rule=POWER_OF_TWO).along_columns()
     blocks = SQUARES if grid == BLOCK else ROWS
@@ -338,10 +327,7 @@ def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[s
 
 
 class CheckpointFormat(NamedTuple):
-    """A format of FP8 checkpoints."""
-
     scale: str
-    """Name of the scales beside `weight`."""
     grids: tuple[str, ...]
     """Supported grids, the coarsest first."""
     scale_of_tensor: tuple[int, ...]

@@ -1,16 +1,9 @@
-"""Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last. It marks a whole
-checkpoint.
-
-This module knows folders, not ranks: `accelerate_plugin/checkpoints.py` saves on many ranks.
-"""
-
-from __future__ import annotations
+"""Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last (docs/saving.rst)."""
 
 import datetime
 import errno
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
@@ -20,12 +13,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from ..announcement import announce, is_main_process
+from ..announcement import announce, is_main_process, logger
 from ..compute.hardware import version
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe
-
-logger = logging.getLogger("fp8_backends")
 
 NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
@@ -42,11 +33,8 @@ _SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
 
 
 class Condition(NamedTuple):
-    """The state of a checkpoint, with the reason."""
-
     word: Literal["whole", "incomplete", "damaged", "foreign", "no manifest"]
     detail: str = ""
-    """The faulty file and its fault."""
     manifest: dict[str, Any] | None = None
 
 
@@ -64,7 +52,6 @@ def files_of(folder: Path) -> list[str]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Return the size of a file in bytes and its SHA-256."""
     hashed, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(buffer):
@@ -85,13 +72,7 @@ def flush(path: Path) -> None:
 
 
 def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
-    """Write the manifest of a folder atomically, and flush it to the disk. The folder's files are there already.
-
-    Args:
-        files: `digest` by path of `files_of`.
-        step: number of optimizer steps, if known.
-        world_size: number of saving ranks.
-    """
+    """Write the manifest of a folder atomically, and flush it to the disk. `files`: `digest` by path of `files_of`."""
     libraries = {name: version(name) for name in ("fp8-backends", "torch", "accelerate")}
     record = {
         "format": _FORMAT,
@@ -124,8 +105,7 @@ def holder_of(folder: Path) -> Path:
 
 
 def place_of(folder: Path) -> Path:
-    """Return the folder with a checkpoint's files: its final place, or between the two renames of a replacement the
-    folder for writing."""
+    """Return the folder with a checkpoint's files: between the two renames of a replacement the one for writing."""
     is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
     return holder_of(folder) / folder.name if is_between else folder
 
@@ -143,8 +123,7 @@ def preferred_to(names: Collection[str]) -> dict[str, str]:
 
 
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
-    """Check a checkpoint by reading all of its files once, or only a part of them; again if it is replaced
-    meanwhile."""
+    """Check a checkpoint by reading its files, or a part of them; again if it is replaced meanwhile."""
     current = _condition(place_of(folder), part)
     while current.word != "whole" and (again := _condition(place_of(folder), part)) != current:
         current = again
@@ -167,7 +146,6 @@ def _condition(folder: Path, part: slice) -> Condition:
 
 
 def _fault(path: Path, expected: dict[str, Any]) -> str:
-    """Return the fault of a file, or an empty text."""
     if not path.is_file():
         return "is missing"
     try:
@@ -181,7 +159,6 @@ def _fault(path: Path, expected: dict[str, Any]) -> str:
 
 
 def _read(folder: Path) -> Condition:
-    """Read the manifest of a folder, without its files."""
     try:
         text = _content(folder / NAME)
     except FileNotFoundError:
@@ -203,15 +180,13 @@ def _read(folder: Path) -> Condition:
 
 
 def _content(path: Path) -> bytes:
-    """Read a regular file. Raise `OSError` for a pipe or device: reading it may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or device may never end
         raise OSError(errno.EINVAL, "it is no file")
     return path.read_bytes()
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Return True for a manifest in the form of `write`, with names inside its folder: a checksum proves integrity, not
-    authorship."""
+    """Return True for a manifest in the form of `write`, with names inside its folder."""
     try:
         datetime.datetime.fromisoformat(record["time"])
         files = record["files"].items()
@@ -252,9 +227,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`),
-    which count saves; else by the steps of their manifests; else by the numbers in otherwise equal names; else by the
-    time of saving, wrong after a clock was set back. An unknown step precedes known ones."""
+    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`), else
+    by the steps of their manifests, the numbers in otherwise equal names, or the time of saving. An unknown step
+    precedes known ones."""
     try:
         names = {path.name for path in folder.iterdir() if not path.is_symlink()}  # a link is another name
     except (FileNotFoundError, NotADirectoryError):

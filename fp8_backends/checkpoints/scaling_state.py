@@ -1,26 +1,21 @@
-"""Save and load the scaling states of prepared models.
-
-They are in the optimizer's state dict, under a key ignored by stock PyTorch; a model's state dict has the names and
-tensors of the plain model. `Accelerator.save_state` writes separate files (`accelerate_plugin.checkpoints`).
-"""
+"""Save and load the scaling states of prepared models: in the optimizer's state dict, under a key ignored by stock
+PyTorch, or in files of `Accelerator.save_state` (`accelerate_plugin.checkpoints`)."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..convert.conversion import Prepared, prepared_roots
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe, as_json, differences
 from ..states.scaled_states import ScaledStates
 from ..torch_tools.modules import plain_name
-
-logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
 IN_FILES = "fp8_state_in_files"
@@ -33,7 +28,6 @@ class ScalingState(NamedTuple):
     DDP change names, but not the order."""
 
     backends: dict[str, str]
-    """The canonical backend string of each root key."""
     tensors: dict[str, torch.Tensor]
     """The tensors of the scaling state, by "root key/name"."""
     recipes: dict[str, dict[str, Any]]
@@ -54,7 +48,6 @@ class ScalingState(NamedTuple):
         return cls(**{name: saved[name] for name in kinds})
 
     def tensors_of(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a root, by name."""
         named = ((name.partition("/"), tensor) for name, tensor in self.tensors.items())
         return {plain_name(name): tensor for (root, _, name), tensor in named if root == key}
 
@@ -65,7 +58,6 @@ class ScalingState(NamedTuple):
 
 
 def collect(models: Iterable[nn.Module]) -> ScalingState:
-    """Read the present scaling state of these models."""
     state = ScalingState({}, {}, {})
     for key, root, prepared in _roots(models):
         state.backends[key], state.recipes[key] = prepared.recipe.name, as_json(prepared.recipe)
@@ -75,10 +67,7 @@ def collect(models: Iterable[nn.Module]) -> ScalingState:
 
 
 def restore(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """Load a saved scaling state into these models.
-
-    Warn about a missing state or another recipe. Raise like `check`, before anything changes.
-    """
+    """Load a saved scaling state into these models, after `check`. Warn about a missing state or another recipe."""
     check(models, saved, source)
     write(models, saved, source)
 
@@ -127,7 +116,6 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
-    """Yield the roots with a scaling state and the saved backend."""
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backends.get(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
             yield key, root, prepared

@@ -38,6 +38,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def device() -> str:
+    return "cuda" if has_gpu() else "cpu"
+
+
 def gpus() -> list[tuple[int, int] | str]:
     """Return each visible GPU's CUDA compute capability, or AMD's name of its architecture."""
     return [_gpu(index) for index in range(torch.cuda.device_count())] if has_gpu() else []

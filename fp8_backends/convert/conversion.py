@@ -1,30 +1,26 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
-A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters, and
-the carrier's class and added attributes move onto the model's own Linear or `Conv1D`. Every reference to the module
-stays valid: Parameters, ties, shared modules, frozen flags, hooks, optimizer states, weak references. Only the 3-D
-weights of experts differ: their FP8 layers are children of the experts module (`expert_functions`). `restore` undoes
-all of it.
+The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
+model's own Linear or `Conv1D`, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
+children of the experts module.
 """
-
-from __future__ import annotations
 
 import difflib
 import fnmatch
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.experts import functions
-from ..compute.experts.functions import ExpertWeights
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import differences
+from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from . import fused_head
 from .first_step import Observed
@@ -40,21 +36,15 @@ from .weight_products import (
     offloaded_modules,
 )
 
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
-
 ALIGNMENT = 16
 """FP8 products need sizes in multiples of this; backends pad other sizes."""
 
 NORM_CONVERSION = "_fp8_norm_conversion"
-"""Attribute of a swapped normalisation layer: its `Conversion`."""
 MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
-"""Reason of a layer unknown to `convert`."""
 
 PREPARED = "_fp8_prepared"
-"""Attribute of a prepared root: its `Prepared`."""
 
 
 @dataclass
@@ -73,18 +63,13 @@ class Prepared:
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend without counters."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
-    """Observations of the first optimizer step."""
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     """Convert the layers of `model` in place for a resolved recipe, all of them or none.
 
-    Converting again with an equal recipe changes nothing, except for layers added since. Layers of a part converted
-    earlier, alone or inside another model, count as converted.
-
-    Args:
-        model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
-            DataParallel or `torch.compile` wrapper.
+    Converting again with an equal recipe only converts layers added since. Parts converted earlier count as converted.
+    A model is converted inside its DDP, DataParallel or `torch.compile` wrapper.
 
     Raises:
         RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
@@ -102,7 +87,11 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
     layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
-    experts = _build_experts([weight for weight in chosen if weight.part], recipe, compute, shared)
+    parts: dict[nn.Module, list[str]] = defaultdict(list)
+    for weight in chosen:
+        if weight.part:
+            parts[weight.module].append(weight.part)
+    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -111,7 +100,10 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         warnings.warn(message, stacklevel=3)
     swaps = [(*layer, CONVERSION) for layer in layers] + [(*norm, NORM_CONVERSION) for norm in new_norms]
     if head is not None and head.product.state != FP8:
-        swaps.append((head.module, fused_head.high_precision_carrier(head.module), HEAD_CONVERSION))
+        from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
+
+        sizes = head.module.in_features, head.module.out_features
+        swaps.append((head.module, HighPrecisionHead(*sizes, bias=False, device="meta"), HEAD_CONVERSION))
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
     _swap_all(root, swaps, experts, recipe, new)
     prepared = prepared or new
@@ -127,13 +119,19 @@ def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: 
             undo.callback(restore_layer, module)
             swap_class(module, carrier, recipe, mark)
         for module, weights in experts:
+            for layer in weights.values():
+                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
             undo.callback(functions.detach, module, list(weights))
             functions.attach(module, weights)
             if recipe.activation_comm == "fp8":
                 functions.install_exchange(module)
         if new is not None:
             undo.callback(_detach, root, new)
-            _attach(root, new)
+            before = _attributes_and_hooks(root)
+            try:
+                new.compute.attach(root, recipe, new.shared)
+            finally:
+                new.attached = _attributes_and_hooks(root) - before
         undo.pop_all()
 
 
@@ -164,10 +162,7 @@ def restore(model: nn.Module) -> None:
 
 
 def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """Return (name in `model`, module, `Prepared`) of each prepared root, inside any wrapper.
-
-    Each root appears once; a root inside another is part of it and not listed.
-    """
+    """Return (name in `model`, module, `Prepared`) of each prepared root outside any other, inside any wrapper."""
     named = model.named_modules()
     roots = [(name, module, module.__dict__[PREPARED]) for name, module in named if PREPARED in module.__dict__]
     inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
@@ -189,8 +184,7 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
 
 
 def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
-    """Update the report of a prepared root for its current layers. Return the names of convertible layers added since
-    `convert`."""
+    """Update the report of a prepared root for its current layers. Return the names of convertible ones added since."""
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
     products = []
@@ -221,11 +215,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class LayerFilter:
-    """The user's choice of layers: `include`, `exclude` and `module_filter_func` of a recipe.
-
-    `exclude` overrides all; then a layer must match `include` and pass `module_filter_func`, if given. By default
-    heads, routers and adapters stay out unless a pattern of `include` with `+` names them.
-    """
+    """The user's choice of layers: `exclude` overrides all; then a layer must match `include` and pass
+    `module_filter_func`. Heads, routers and adapters stay out unless a pattern of `include` with `+` names them."""
 
     def __init__(self, recipe: Recipe) -> None:
         patterns = recipe.include or ()
@@ -235,8 +226,7 @@ class LayerFilter:
         self.accepts = recipe.module_filter_func
 
     def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
-        """Raise `RecipeError` for a pattern without a match (`exclude` may also name norms to swap), or a pattern of
-        `include` that matches only weights with obstacles."""
+        """Raise `RecipeError` for a pattern without a match, or one of `include` that matches only obstacles."""
         for pattern in (*self.include, *self.added):
             matched = _matched("include", pattern, weights)
             if all(weight.obstacle for weight in matched):
@@ -249,7 +239,6 @@ class LayerFilter:
                 _matched("exclude", pattern, weights)
 
     def exclusion(self, weight: Found) -> str | None:
-        """Return the reason to leave a weight out, or None."""
         product = weight.product
         if reason := self.excluded(product):
             return reason
@@ -261,7 +250,6 @@ class LayerFilter:
         return None if chosen else weight.default_exclusion
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
-        """Return the reason to leave out a weight or norm named by `exclude`, or None."""
         matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
         return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
 
@@ -274,7 +262,6 @@ def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
 
 
 def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]:
-    """Return the weights that a pattern matches. Raise `RecipeError` without any."""
     if matched := [weight for weight in weights if _matches(pattern, weight.product)]:
         return matched
     names = [weight.product.name for weight in weights]
@@ -332,7 +319,6 @@ def _choose(
 
 
 def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
-    """Return the reason to leave a weight in high precision, or None."""
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
     if weight.part:
@@ -409,8 +395,7 @@ def restore_layer(linear: nn.Module) -> None:
 def _build(
     chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """Return layers with their carriers, all built before the first layer changes. A name conflict drops a layer, with
-    the reason noted. `head` will defer its logits."""
+    """Return layers with their carriers. A name conflict drops a layer, with the reason noted."""
     layers = []
     for weight in chosen:
         linear, product = weight.module, weight.product
@@ -434,30 +419,8 @@ def _build(
     return layers
 
 
-def _build_experts(
-    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
-) -> list[tuple[nn.Module, ExpertWeights]]:
-    """Return experts modules, each with the FP8 layers of its weights to convert now."""
-    parts: dict[nn.Module, list[str]] = {}
-    for weight in chosen:
-        parts.setdefault(weight.module, []).append(weight.part)
-    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
-    for layer in (layer for _, layers in experts for layer in layers.values()):
-        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
-    return experts
-
-
 def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LAYER}
-
-
-def _attach(root: nn.Module, prepared: Prepared) -> None:
-    """Install the backend's hooks on the root, and note them for `restore`."""
-    before = _attributes_and_hooks(root)
-    try:
-        prepared.compute.attach(root, prepared.recipe, prepared.shared)
-    finally:
-        prepared.attached = _attributes_and_hooks(root) - before
 
 
 def _detach(root: nn.Module, prepared: Prepared) -> None:

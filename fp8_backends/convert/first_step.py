@@ -1,12 +1,4 @@
-"""Observations of a prepared model's first optimizer step, for the proof and for later audits.
-
-`WorkMeter` counts the rows multiplied by each weight, from the shapes in its modules' forwards. Without a forward,
-FLOPs can only be counted per token, as if every token passed every weight: but sequences of encoder and decoder differ
-in length, a head may read one token of many, a shared layer runs several times, and the output size of a convolution is
-unknown. So the proof's share of FP8 is counted over a real step.
-"""
-
-from __future__ import annotations
+"""Observe a prepared model's first optimizer step, for the proof and later audits: shares of FP8 need real forwards."""
 
 import weakref
 from collections import defaultdict
@@ -24,8 +16,6 @@ from .weight_products import CONVOLUTION, Found, find_weight_products
 
 
 class Observed:
-    """The record of one prepared model's training."""
-
     def __init__(self) -> None:
         self.proven = False
         self.gradient_dtypes: dict[str, torch.dtype] = {}
@@ -34,18 +24,14 @@ class Observed:
         self.left_out: set[str] | None = None
         """Trainable parameters without an optimizer, as the user knows; None until an optimizer is prepared."""
         self.idle: set[str] = set()
-        """Parameters without a gradient in the first step: they train, or PEFT trains a copy in their place
-        (`modules_to_save`)."""
+        """Parameters without a gradient in the first step, also those that PEFT trains a copy of."""
         self.meter: WorkMeter | None = None
-        """The meter of the first step, from the first training forward on."""
         self.first_steps: list[Any] = []
         """Unfinished proofs (`proof.FirstStep`) of this model."""
         self.wrapper: weakref.ref[nn.Module] | None = None
-        """The model's `DistributedDataParallel`."""
         self._optimizers: list[weakref.ref] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the living optimizers of this model."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +46,6 @@ class Observed:
             self.meter.paused = not trains
 
     def prove(self, root: nn.Module) -> None:
-        """End the measurements of the proof."""
         self.proven = True
         if self.meter is not None:
             self.meter.detach()
@@ -90,15 +75,13 @@ class Work:
     """True if backward needs the gradient of an input."""
 
     def note_backward(self, _gradient: torch.Tensor) -> None:
-        """Run as a hook of the output."""
         self.backward = True
 
 
 class WorkMeter(TemporaryHook):
     """Write `work`, by the names of the weight products, in forward hooks on the modules of a model.
 
-    Modules in compiled code, weights without a size, and modules without a forward call (another module multiplies by
-    their weight) have no entry. In a copied or unpickled model the hooks do nothing.
+    Modules in compiled code, weights without a size and modules without a forward call have no entry.
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Found]) -> None:
@@ -122,7 +105,6 @@ class WorkMeter(TemporaryHook):
         ]
 
     def detach(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -161,7 +143,6 @@ _ATTENTION_INPUTS = {"q_proj_weight": 0, "k_proj_weight": 1, "v_proj_weight": 2}
 
 
 def _rows(weight: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
-    """Return the number of rows multiplied by a weight in this call."""
     module, kind = weight.module, weight.product.kind
     if kind == CONVOLUTION:
         return inputs[0].numel() / module.in_channels if module.transposed else output.numel() / module.out_channels
@@ -173,7 +154,6 @@ def _rows(weight: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> fl
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.dim():
             yield value

@@ -1,27 +1,18 @@
 """Find a model's output head, and decide if its loss can be computed in chunks of tokens (`fused_head`)."""
 
-from __future__ import annotations
-
 import contextlib
-import logging
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..announcement import logger
 from ..compute.interface import Compute
+from ..recipes.handlers import Recipe
 from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, plain_name
 from .weight_products import FP8, Found, layer_obstacle
 
-if TYPE_CHECKING:
-    from ..compute.head.deferred_logits import HighPrecisionHead
-    from ..recipes.handlers import Recipe
-
-logger = logging.getLogger("fp8_backends")
-
 
 def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) -> Found | None:
-    """Return the output head to defer logits from now on; if there is none, log the reason. `found`: the weights of the
-    model with their planned states."""
+    """Return the output head to defer logits from now on, of the weights `found`; if there is none, log the reason."""
     head = output_head(root)
     weight = next((weight for weight in found if weight.module is head), None)
     if head is None:
@@ -41,15 +32,7 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
     return None
 
 
-def high_precision_carrier(head: nn.Linear) -> HighPrecisionHead:
-    """Return the carrier of a head in high precision."""
-    from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
-
-    return HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
-
-
 def output_head(root: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of the first module with some."""
     for module in root.modules():
         get = getattr(module, "get_output_embeddings", None)
         # a backbone inherits the method without a head, and returns None or raises any error
@@ -60,8 +43,7 @@ def output_head(root: nn.Module) -> nn.Module | None:
 
 
 def make_ordinary(root: nn.Module) -> None:
-    """Run the head as an ordinary layer: FSDP2 frees the whole weight at the end of its group's forward, and deferred
-    logits may be read later."""
+    """Run the head as an ordinary layer: FSDP2 frees the whole weight before deferred logits are read."""
     for name, module in root.named_modules():
         if getattr(module, "fp8_is_ordinary", None) is False:
             module.fp8_is_ordinary = True

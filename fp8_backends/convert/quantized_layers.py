@@ -1,11 +1,4 @@
-"""Handle layers of an FP8 checkpoint: their weights are codes and scales, multiplied by another library.
-
-transformers loads such a checkpoint as its `FP8Linear`, or with the package compressed-tensors as Linear layers with
-another forward. Without a GPU it dequantizes the first kind while loading. None of them trains its weight: `dequantize`
-makes them plain layers, or they are frozen under adapters.
-"""
-
-from __future__ import annotations
+"""Handle layers of an FP8 checkpoint: codes and scales that another library multiplies and freezes."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -36,14 +29,11 @@ LOAD_PLAIN = (
 
 
 class Kind(NamedTuple):
-    """A class of layers with codes."""
-
     title: str
     library: str
     """Module of the class. Unless it is imported, there is no such layer."""
     class_name: str
     scale: str
-    """Name of the scales."""
     added: tuple[str, ...]
     """Further parameters and attributes missing in a plain layer."""
 
@@ -67,7 +57,6 @@ EXPERTS = Kind("FP8Experts of transformers", FP8_LINEAR.library, "FP8Experts", "
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind of a layer with codes, or None."""
     if "quantization_scheme" in module.__dict__ and isinstance(module, nn.Linear):
         return COMPRESSED
     for kind in (FP8_LINEAR, ROWWISE_LINEAR, EXPERTS):
@@ -77,7 +66,6 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
-    """Yield (name, layer, kind) of each layer with codes."""
     for name, module in model.named_modules():
         if kind := kind_of(module):
             yield plain_name(name), module, kind
@@ -93,7 +81,6 @@ def training_codes(model: nn.Module) -> list[str]:
 
 
 def check(model: nn.Module) -> None:
-    """Raise `RecipeError` for trainable layers with codes."""
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
@@ -138,8 +125,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
 
 
 def freeze_codes(model: nn.Module) -> None:
-    """Store frozen FP8 layers with scales for 128 x 128 values as plain layers with `BlockCodes`, codes and scales
-    unchanged. Others stay."""
+    """Store frozen FP8 layers with scales for 128 x 128 values as plain layers with `BlockCodes`, bit-exactly."""
     layers = [entry for entry in quantized_layers(model) if _has_square_blocks(*entry[1:])]
     dtype = _plain_dtype(model, layers)
 
@@ -165,7 +151,6 @@ def _replace_codes(
 
 
 def _forget(model: nn.Module) -> None:
-    """Remove the memory of quantization from models without codes."""
     for module in model.modules():
         quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None and not any(quantized_layers(module)):
@@ -221,7 +206,6 @@ def _block(layer: nn.Linear, kind: Kind) -> tuple[int, int]:
 
 
 def _make_plain(layer: nn.Linear, kind: Kind) -> None:
-    """Remove the attributes of codes from a layer with a new weight."""
     if kind is COMPRESSED:
         from compressed_tensors.quantization import QuantizationMetadata
 
@@ -235,11 +219,8 @@ def _make_plain(layer: nn.Linear, kind: Kind) -> None:
 
 
 def save_plain(model: nn.Module) -> None:
-    """Make `save_pretrained` write plain weights of a model dequantized by transformers.
-
-    transformers remembers how it read a checkpoint, and writes the reverse: codes and scales again, without a mention
-    in `config.json`. Readers would take codes for values.
-    """
+    """Make `save_pretrained` write plain weights of a model dequantized by transformers: it would write codes and
+    scales again, without a mention in `config.json`."""
     for module in model.modules():
         conversions: list[Any] | None = module.__dict__.get("_weight_conversions")
         if conversions and module.__dict__.get("hf_quantizer") is None:

@@ -1,7 +1,5 @@
 """Store the weights of converted layers in the form of a backend and a level, and make them plain for a while."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,9 +65,6 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         prepared.compute.keep_weight_casts(root, keep)
 
 
-FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.restore(model) comes before changes"
-
-
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Make every weight of a prepared model an ordinary tensor inside.
@@ -107,15 +102,12 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class StoredWeight:
-    """A layer's weight with its stored form."""
-
     name: str
     layer: nn.Module
     parameter: nn.Parameter
     form: torch.Tensor
 
     def make_plain(self) -> None:
-        """Give the layer a plain weight. Its gradient and hooks stay."""
         if not levels.is_marked(self.layer):
             for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # a frozen weight
                 undo(self.layer)
@@ -133,19 +125,24 @@ class StoredWeight:
         values = self.parameter.detach()
         if any(getattr(values, name) != getattr(self.form, name) for name in ("shape", "dtype", "device")):
             return None  # moved or cast: `store_weights` stores it
+        form = self.form
         try:
-            if isinstance(self.form, ScaledTensor):
-                keep_changes(self.form, values)
-            elif not torch.equal(values, _values_of_codes(self.form)):
-                return f"{self.name}: {FROZEN}"
-            swap(self.parameter, self.form, self.name)
+            if isinstance(form, ScaledTensor):
+                keep_changes(form, values)
+            else:  # a frozen weight, this package's or TransformerEngine's
+                frozen = form.exact() if isinstance(form, BlockCodes) else form.dequantize(dtype=form.dtype)
+                if not torch.equal(values, frozen):
+                    return (
+                        f"{self.name}: a frozen FP8 weight cannot hold what was written to it: "
+                        "fp8_backends.restore(model) comes before changes"
+                    )
+            swap(self.parameter, form, self.name)
         except FP8BackendError as error:
             return f"{error}; it is plain until fp8_backends.prepare(model, optimizer, spec) stores it again"
         return None
 
 
 def _stored_weights(model: nn.Module) -> list[StoredWeight]:
-    """Return the weights of prepared models in another form. Raise if one cannot be made plain here."""
     weights = []
     for prefix, root, prepared in prepared_roots(model):
         for name, layer in prepared.compute.converted_layers(root).items():
@@ -163,8 +160,3 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
 
 def _is_plain(weight: torch.Tensor) -> bool:
     return type(weight) is nn.Parameter
-
-
-def _values_of_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Dequantize a frozen weight, this package's or TransformerEngine's."""
-    return codes.exact() if isinstance(codes, BlockCodes) else codes.dequantize(dtype=codes.dtype)

@@ -1,10 +1,7 @@
 """Find the weights that a model multiplies by; conversion works on this list, and every share is counted over it.
 
-They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, convolutions, `nn.Bilinear`,
-and Parameters of modules with their own product (`nn.MultiheadAttention.in_proj_weight`); embeddings and norms are not.
+Embeddings and norms are none; Parameters of modules with their own product are (`nn.MultiheadAttention`).
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -34,7 +31,6 @@ CONVOLUTION = "convolution"
 """Kind of a convolution. Only a forward shows the number of products with its weight for each token."""
 BILINEAR = "Bilinear"
 NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
-"""Kinds without an FP8 product."""
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
 """Last segments in the name of a Linear that is an output head."""
@@ -62,8 +58,7 @@ class WeightProduct:
     name: str
     """The module's name, or the Parameter's if the module is no Linear or Conv1D; "" for a root Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `Bilinear`, `parameter`, or the class
-    of foreign FP8 layers."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `parameter`, … or a foreign class."""
     in_features: int
     """Input elements summed into one output element; under the kernel of a convolution."""
     out_features: int
@@ -71,7 +66,6 @@ class WeightProduct:
     """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a convolution per
     output position (transposed: per input position)."""
     state: str = HIGH_PRECISION
-    """`fp8`, `high precision` or `foreign fp8`."""
     reason: str | None = None
     """Reason against this package's FP8; a note, or None, for `fp8`."""
     aliases: tuple[str, ...] = ()
@@ -89,9 +83,7 @@ class NormLayer:
     name: str
     swapped: bool
     reason: str | None
-    """Reason to leave it unchanged."""
     aliases: tuple[str, ...] = ()
-    """Further names of a shared module."""
 
 
 @dataclass
@@ -104,7 +96,6 @@ class ConversionReport:
 
     @property
     def converted(self) -> list[str]:
-        """Names of the layers in FP8."""
         return [product.name for product in self.products if product.state == FP8]
 
     @property
@@ -145,7 +136,6 @@ class ConversionReport:
 
     @property
     def _names_by_state(self) -> dict[str, str]:
-        """Names in FP8 by note, then the others by reason."""
         noted = [(p.name, f"in FP8 ({p.reason})" if p.reason else "in FP8") for p in self.products if p.state == FP8]
         groups = by_reason([*noted, *self.foreign_fp8.items(), *self.high_precision.items()])
         return {reason: listed(names) for reason, names in groups}
@@ -168,20 +158,16 @@ class Found:
     part: str
     """Name of the module's Parameter; "" for the weight of a Linear or Conv1D."""
     obstacle: str | None
-    """Reason against any conversion, or None."""
     default_exclusion: str | None = None
-    """Reason to leave it out by default, or None."""
 
     @property
     def conversion(self) -> Conversion | None:
-        """The `Conversion` of the layer, if converted."""
         layer = functions.converted_weight(self.module, self.part) if self.part else self.module
         return None if layer is None else layer.__dict__.get(CONVERSION)
 
 
 def find_weight_products(model: nn.Module) -> list[Found]:
-    """Return the weight products of `model` in the order of `named_modules`, a shared module once, with states and the
-    reasons that need no recipe."""
+    """Return the weight products of `model` in the order of `named_modules`, a shared module once."""
     modules: dict[int, nn.Module] = {}
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -271,8 +257,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
 
 
 def offloaded_modules(model: nn.Module) -> set[int]:
-    """Return the identities of modules with weights on the meta device between forwards, by Accelerate's hooks
-    (`cpu_offload`, `disk_offload`, `dispatch_model`)."""
+    """Return the identities of modules with weights on the meta device between forwards, by Accelerate's hooks."""
     offloaded: set[int] = set()
     for module in model.modules():
         outer = module.__dict__.get("_hf_hook")
@@ -283,8 +268,7 @@ def offloaded_modules(model: nn.Module) -> set[int]:
 
 
 def memory_sharers(model: nn.Module) -> dict[int, str]:
-    """Map the identity of each Parameter in overlapping memory to the name of an overlapping Parameter or buffer.
-    Interleaved views, such as columns, count as overlapping."""
+    """Map the identity of each Parameter in overlapping (or interleaved) memory to the name of one that overlaps."""
     views: dict[int, list[tuple[int, int, str, int]]] = defaultdict(list)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
@@ -307,8 +291,7 @@ def _is_router(name: str) -> bool:
 
 
 def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]], bool]:
-    """Return a test for output heads: results of `get_output_embeddings`, layers that share an embedding's weight, and
-    layers with a head's name."""
+    """Return a test for output heads: by `get_output_embeddings`, an embedding's weight, or a head's name."""
     declared: set[int] = set()
     embeddings = {id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding)}
     for module in modules:
@@ -318,9 +301,8 @@ def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]],
                 declared.update(map(id, module.get_output_embeddings().modules()))
 
     def has_head_name(name: str) -> bool:
-        segments = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS]
-        last = segments[-1] if segments else ""
-        return last in HEAD_NAMES or (len(segments) == 1 and last in ROOT_HEAD_NAMES)
+        *parents, last = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS] or [""]
+        return last in HEAD_NAMES or (not parents and last in ROOT_HEAD_NAMES)
 
     def is_head(module: nn.Module, names: list[str]) -> bool:
         weight = module._parameters.get("weight")
@@ -331,9 +313,8 @@ def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]],
 
 
 def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return PEFT's adapters by identity, such as LoRA's A and B (too small to gain from FP8), and the Parameters that
-    PEFT adapts directly (`target_parameters`), by (identity of the module, name). PEFT calls the adapted layer
-    `base_layer`."""
+    """Return PEFT's adapters by identity, such as LoRA's A and B, and the Parameters that PEFT adapts directly
+    (`target_parameters`), by (identity of the module, name)."""
     adapters: set[int] = set()
     adapted: set[tuple[int, str]] = set()
     for module in modules:
@@ -352,8 +333,7 @@ def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, 
 def _expert_counter(
     modules: dict[int, nn.Module], names: dict[int, list[str]]
 ) -> Callable[[str, nn.Module, str], float]:
-    """Return a function for the number of times a token passes a weight: the number of experts that it visits by the
-    model's configuration (without one, every expert); 1 for other weights."""
+    """Return a function for the number of times a token passes a weight, by the experts visited."""
     configs = (module.__dict__.get("config") for module in modules.values())
     parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
     numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)

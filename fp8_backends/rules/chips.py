@@ -1,7 +1,5 @@
 """Limits of chips and libraries; `compute.chips` has the facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, described, release
@@ -22,7 +20,6 @@ def _old_torch(setup: Setup, needed: tuple[int, int]) -> str:
 
 
 def _emulated_or_refused(setup: Setup) -> str:
-    """List the backends emulated and refused by this chip."""
     names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
     for row in described(setup.machine.chip, setup.machine.cuda)["products"]:
         names.get(row["state"], []).extend(row["backends"])
@@ -65,12 +62,7 @@ CHIP_RULES = (
     ),
     warning(
         "cuda_before_12_4",
-        lambda s: (
-            s.machine.chip.fp8
-            and s.machine.cuda is not None
-            and s.machine.cuda < CUDA
-            and f"CUDA {release(s.machine.cuda)}"
-        ),
+        lambda s: s.machine.chip.fp8 and (s.machine.cuda or CUDA) < CUDA and f"CUDA {release(s.machine.cuda)}",
         "FP8 training is known to work from CUDA 12.4 on, and this PyTorch was built for an older one",
         "install a PyTorch for a newer CUDA",
     ),
@@ -119,9 +111,7 @@ def _te_is_refused(*notes: str, names_cuda: bool = False) -> Callable[[Setup], b
 
 TE_RULES = (
     error(
-        "te_without_nvidia_gpu",
-        lambda s: s.recipe.compute == "te" and not s.machine.capabilities,
-        *NOTES["te-nvidia"],
+        "te_without_nvidia_gpu", lambda s: s.recipe.compute == "te" and not s.machine.capabilities, *NOTES["te-nvidia"]
     ),
     error("te_before_fp8", _te_is_refused("te-8.9"), *NOTES["te-8.9"]),
     error("te_ada_libraries", _te_is_refused("ada", names_cuda=True), *NOTES["ada"]),

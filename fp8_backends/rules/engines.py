@@ -1,7 +1,5 @@
 """Limits of engines, of ranks, and of the compilers and optimizers that train with them."""
 
-from __future__ import annotations
-
 from ..comm.ddp import HOOK_AT_A_LEVEL
 from ..compute.frozen_weights import SHARDED
 from .setup import Rule, Setup, error, info, refused, warning
@@ -133,9 +131,7 @@ ENGINE_RULES = (
         "use native:…, or leave activation_comm out",
     ),
     refused(
-        "fp8_params_sharded",
-        lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
-        *SHARDED,
+        "fp8_params_sharded", lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"), *SHARDED
     ),
     error(
         "efficient_loading_buffers",
@@ -234,7 +230,6 @@ BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit",
 
 
 def _named(setup: Setup, *names: str) -> str:
-    """Return the optimizer's name if it is one of these."""
     return setup.optimizer if setup.optimizer is not None and setup.optimizer.lower() in names else ""
 
 

@@ -1,16 +1,8 @@
 """Limits of models, and sizes below which FP8 gains little.
 
-Sources of the bounds (this package's own measurements, on a CPU, say nothing of speed):
-
-- layers: TorchAO's automatic filters, fitted to an H100. Tensor scales gain nothing up to 4096 -> 1024; row scales
-  nothing up to 2048 outputs, or 1024 inputs, or 2048 -> 4096.
-- share: Accelerate's documentation of TransformerEngine: gains show when most layers are converted.
-- models: tokens a second of FP8 over bf16. AWS on P5 (H100, TransformerEngine): 1B parameters +1.5 % on one node to
-  +13.4 % on 32, 7B +12.4 to +22.8 %. Axolotl (TorchAO, FSDP2, FP8 all-gather): 3B about +10 %. TorchAO (8 H100):
-  Llama 3 8B +25 % tensorwise with FP8 all-gather, +10 % rowwise.
+Sources: TorchAO's automatic filters (layers), Accelerate's documentation of TransformerEngine (share), and tokens a
+second over bf16 (models) by AWS on P5 with TransformerEngine, Axolotl with FSDP2 and FP8 all-gather, and TorchAO.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -32,7 +24,6 @@ def _is_small(size: tuple[int, int], recipe: Recipe) -> bool:
 
 
 def _all_small(setup: Setup) -> str:
-    """Name the largest layer if all are small."""
     sizes = setup.linear_sizes
     if not sizes or not setup.machine.chip.fp8 or not all(_is_small(size, setup.recipe) for size in sizes):
         return ""
@@ -40,7 +31,6 @@ def _all_small(setup: Setup) -> str:
 
 
 def _parameters(setup: Setup, least: int, end: int) -> str:
-    """State the number of parameters if it is in [least, end) and the chip has FP8."""
     in_range = setup.parameters is not None and least <= setup.parameters < end
     return f"{number(setup.parameters)} parameters" if in_range and setup.machine.chip.fp8 else ""
 
@@ -54,19 +44,11 @@ def _unaligned(name: str, size: int | None, recipe: Recipe) -> str:
 
 
 def _unpadded(setup: Setup) -> str:
-    """Name the layers in high precision because of their sizes."""
     reasons = setup.expected.high_precision if setup.expected else {}
     return _listed([name for name, reason in reasons.items() if reason and "cannot pad" in reason])
 
 
-def _has_vocabulary_head(setup: Setup) -> bool:
-    """Return True if a layer has an output for each word; assumed without a model."""
-    expected = setup.expected
-    return expected is None or any(product.out_features == setup.vocab_size for product in expected.products)
-
-
 def _reasons(setup: Setup) -> str:
-    """List the reasons of layers in high precision."""
     return "; ".join(dict.fromkeys(filter(None, setup.expected.high_precision.values())))
 
 
@@ -75,7 +57,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _leaves_tokens(setup: Setup) -> bool:
-    """Return True if an unaligned number of tokens is not padded: an option of TorchAO."""
     config = setup.recipe.config
     unpadded = setup.recipe.pad_inner_dim is False or (config is not None and not config.pad_inner_dim)
     return setup.recipe.compute == "ao" and unpadded
@@ -135,7 +116,7 @@ MODEL_RULES = (
         "vocabulary_off_16",
         lambda s: (
             s.recipe.compute in ("te", "ao")
-            and _has_vocabulary_head(s)
+            and (s.expected is None or any(p.out_features == s.vocab_size for p in s.expected.products))
             and _unaligned("vocab_size", s.vocab_size, s.recipe)
         ),
         "te and ao cannot pad the vocabulary to a multiple of 16 (te:mxfp8: 32), so the output head stays in high "

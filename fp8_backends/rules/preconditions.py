@@ -1,8 +1,5 @@
 """Refuse machines, models and optimizers that a recipe cannot train, before anything changes."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import rules
+from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
 from ..compute.experts.functions import is_expert_parallel
@@ -26,16 +24,9 @@ from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameters_of, unwrapped
 from ..words import listed
 
-logger = logging.getLogger("fp8_backends")
-
 
 def check_machine(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run on this machine.
-
-    Raises:
-        BackendUnavailableError: a library or a chip is missing, with the fix.
-        RecipeError: `implementation="original"`, and the original MS-AMP cannot honour a field.
-    """
+    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run on this machine."""
     if recipe.implementation == "original":
         original.check(recipe)
     else:
@@ -80,12 +71,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
-    """Refuse models that would not train: no optimizer holds their parameters, or one holds weights from before ranks
-    shared them, or the weights are offloaded.
-
-    Raises:
-        FP8BackendError: the models would not train; a warning instead if the recipe's `on_unproven` is "warn".
-    """
+    """Raise `FP8BackendError` (or warn, by `on_unproven`) for models that would not train: no optimizer holds their
+    parameters, or one holds weights from before ranks shared them, or the weights are offloaded."""
     models, optimizers = list(models), list(map(unwrapped, optimizers))
     stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
     new = (p for model in models if not prepared_roots(model) for p in model.parameters())

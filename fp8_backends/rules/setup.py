@@ -6,15 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ..compute import chips, hardware
 from ..compute.chips import Cell, Chip
 from ..compute.fields import check_known
+from ..convert.weight_products import ConversionReport
 from ..recipes.handlers import Recipe
-
-if TYPE_CHECKING:
-    from ..convert.weight_products import ConversionReport
 
 Severity = Literal["error", "warning", "info"]
 Parallel = Literal["none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "tpu"]
@@ -37,7 +35,6 @@ class Machine:
     """PyTorch itself computes the FP8 products of a CPU that trains; otherwise this package does, rowwise ones too."""
     torch: tuple[int, int] = field(default_factory=hardware.torch_release)
     backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
-    """TransformerEngine's variable."""
 
     @property
     def has_gpu(self) -> bool:
@@ -45,7 +42,6 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        """Return the machine of this process."""
         fast_bf16 = hardware.has_gpu() or hardware.cpu_bf16()
         libraries = hardware.cuda_release(), fast_bf16, hardware.cpu_scaled_mm()
         return cls(hardware.chip(), tuple(hardware.capabilities()), *libraries)
@@ -81,14 +77,10 @@ class Setup:
     experts_alone: bool = False
     """The ranks share whole experts and nothing else (expert parallelism)."""
     comm_hook: str | None = None
-    """Communication hook registered by Accelerate with DDP."""
     accumulation_steps: int | None = None
-    """Backward passes for each optimizer step (Accelerate's `gradient_accumulation_steps`)."""
     max_grad_norm: float | None = None
-    """Norm for gradient clipping; 0: no clipping."""
     quantized_base: bool | None = None
     parameters: int | None = None
-    """Elements of the model's parameters."""
     linear_sizes: tuple[tuple[int, int], ...] = ()
     """(in_features, out_features) of the layers in FP8; empty without a model."""
     linear_trains: bool = False
@@ -96,11 +88,8 @@ class Setup:
     codes_that_train: tuple[str, ...] = ()
     """Names of layers stored as codes by an FP8 checkpoint and not frozen."""
     expected: ConversionReport | None = None
-    """Result of a conversion of the model; None without a model."""
     only_weights_train: bool = False
-    """Nothing trains but weights of layers in FP8."""
     persistent_buffers: tuple[str, ...] = ()
-    """Names of the model's buffers in a state dict."""
 
     def __post_init__(self) -> None:
         for name, words in (("parallel", Parallel), ("compiled", Compiled)):
@@ -127,8 +116,6 @@ class Setup:
 
 
 class Rule(NamedTuple):
-    """A known problem."""
-
     severity: Severity
     is_raised: Callable[[Setup], bool]
     """True if `refuse` raises the rule where it applies."""
@@ -139,7 +126,6 @@ class Rule(NamedTuple):
     fix: str
 
     def reason_in(self, setup: Setup) -> str:
-        """Return the reason with its cause in this setup."""
         cause = self.applies(setup)
         return f"{self.reason} (here: {cause})" if cause and isinstance(cause, str) else self.reason
 
@@ -149,5 +135,4 @@ error, warning, info = (partial(Rule, severity, lambda setup: False) for severit
 
 
 def number(amount: int) -> str:
-    """Write a count of parameters for people."""
     return f"{amount / 1e9:.3g} billion" if amount >= 1e9 else f"{amount / 1e6:.3g} million"

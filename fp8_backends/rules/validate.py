@@ -1,8 +1,6 @@
 """Find combinations with known problems: one loop over the rules of `rules`."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,8 +121,7 @@ def validate(
     setup = Setup(recipe, machine, parallel, compiled, optimizer=name, **read)
     found = findings(setup, model)
     if not any(finding.rule == "recipe" for finding in found):
-        found += _refused_optimizer(optimizer, setup)
-        found += _unavailable(setup) if chip is None else []
+        found += _refused(optimizer, setup, on_this_machine=chip is None)
     return _sorted(found)
 
 
@@ -146,33 +143,28 @@ def _wrong_recipe(error: RecipeError) -> Finding:
     return Finding("error", "recipe", str(error), "correct the backend string or the field")
 
 
-def _unavailable(setup: Setup) -> list[Finding]:
+def _refused(optimizer: Any, setup: Setup, on_this_machine: bool) -> Iterator[Finding]:
+    """Yield the refusals of an optimizer object and of the machine by `prepare`."""
     try:
-        preconditions.check_machine(setup.recipe)
-    except BackendUnavailableError as error:
-        return [Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")]
-    except RecipeError as error:
-        return [_wrong_recipe(error)]
-    return []
-
-
-def _refused_optimizer(optimizer: Any, setup: Setup) -> list[Finding]:
-    """Return the refusal of an optimizer object by `prepare`. Rules judge names."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        try:
+        if isinstance(optimizer, torch.optim.Optimizer):
             preconditions.check_optimizer(optimizer, setup.recipe)
-        except BackendUnavailableError:
-            pass  # a finding of its own
-        except FP8BackendError as error:
-            return [Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")]
-    return []
+    except BackendUnavailableError:
+        pass  # a finding of its own
+    except FP8BackendError as error:
+        yield Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")
+    try:
+        if on_this_machine:
+            preconditions.check_machine(setup.recipe)
+    except BackendUnavailableError as error:
+        yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+    except RecipeError as error:
+        yield _wrong_recipe(error)
 
 
 # Reading the model
 
 
 def _with_model(setup: Setup, model: nn.Module) -> Setup:
-    """Complete a setup from the model. Explicit values have precedence."""
     expected = conversion.expected(model, setup.recipe, registry.get_compute(setup.recipe.compute))
     fp8 = set(expected.converted)
     converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # experts have the name of their Parameter

@@ -101,17 +101,11 @@ class Subject:
 
 
 def load(model: str | None, text: str | None, batches: int, batch: int, sequence: int) -> Subject:
-    """Load a model and batches of text.
+    """Load the model of `--model`, with random weights if there are none beside its configuration, and batches of text.
 
-    Args:
-        model: a `config.json` of transformers, its folder, or the name of a cached model; None: the small Llama of
-            `compare`. Weights are random if there are none beside the configuration. Nothing is fetched.
-        text: a file or folder; None: the Python standard library.
-
-    Raises:
-        FP8BackendError: no such model or text, or not a pure language model.
+    Raises `FP8BackendError` without such a model or text, or for another kind of model.
     """
-    device = "cuda" if hardware.has_gpu() else "cpu"
+    device = hardware.device()
     folder = None if model is None else _folder(model)
     sizes = defaults(fast_fp8=False) | {"batch": batch, "sequence": sequence}
     path = None if folder is None else str(folder)
@@ -185,7 +179,6 @@ def code(recipe: Recipe) -> str:
 
 
 def flags(recipe: Recipe) -> str:
-    """Write the flags of `fp8-backends launch SCRIPT`."""
     options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
@@ -199,7 +192,6 @@ def flags(recipe: Recipe) -> str:
 
 
 def yaml_block(recipe: Recipe) -> str:
-    """Write a file for `--config_file`."""
     written = {"mixed_precision": "fp8", "fp8_config": yaml_fields(recipe)}
     return yaml.safe_dump(written, sort_keys=False).rstrip("\n")
 
@@ -208,5 +200,4 @@ def _as_text(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     text = ",".join(map(str, value))
-    is_plain = [part.strip() for part in text.split(",")] == [*map(str, value)]
-    return text if is_plain else str([*value])  # such as a pattern with a comma
+    return text if [part.strip() for part in text.split(",")] == [*map(str, value)] else str([*value])

@@ -1,7 +1,5 @@
 """`fp8-backends chart`: measure the precision and bytes of every level on a small model after one training step."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -11,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..compute import hardware
 from ..compute.counts import KINDS
 from ..compute.registry import check_available
@@ -43,24 +42,19 @@ _LEGEND = (
 
 @dataclass
 class Level:
-    """One row, read from live tensors and counted products after one optimizer step, except `comm`."""
+    """One row of the chart; `_LEGEND` explains the bytes."""
 
     name: str
     gemm: str = "–"
     comm: str = "–"
-    """The recipe's plan: one process communicates nothing."""
     weight: str = "–"
     master: str = "–"
     gradient: str = "–"
     optimizer: str = "–"
     bytes_per_element: float | None = None
-    """Weight, master, gradient and Adam states, per element of the converted weights."""
     transient_bytes_per_element: float | None = None
-    """Further copies of the weight from forward to backward."""
     accumulation_bytes_per_element: float | None = None
-    """Growth of the gradient while microbatches accumulate in high precision."""
     released_bytes_per_element: float | None = None
-    """`bytes_per_element` after a step with gradient release; None at O0."""
     precision: str = ""
     """Precision around FP8, or of AMP."""
     not_measured: str = ""
@@ -83,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
     """Measure AMP on a stock model, then each backend on models of `make`, by default small ones."""
     make = make or _model
-    logger = logging.getLogger("fp8_backends")
     level_before = logger.level
     logger.setLevel(logging.WARNING)  # hides the proof line of each model
     try:
@@ -92,14 +85,10 @@ def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer
         logger.setLevel(level_before)
 
 
-def _device() -> str:
-    return "cuda" if hardware.has_gpu() else "cpu"
-
-
 def _model() -> ModelAndOptimizer:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
-    model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(_device())
+    model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(hardware.device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -108,7 +97,7 @@ def _measure_amp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, __, result: dtypes.add(str(result.dtype).removeprefix("torch.")))
-    transient = _step(model, optimizer, torch.autocast(_device(), torch.float16))
+    transient = _step(model, optimizer, torch.autocast(hardware.device(), torch.float16))
     gemm = _precisions("+".join(sorted(dtypes)))
     return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
 
@@ -120,24 +109,24 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     except FP8BackendError as error:
         return Level(backend, not_measured=str(error))
     prepare(model, optimizer, recipe)
-    transient = _step(model, optimizer, hardware.fast_autocast(_device()))
+    transient = _step(model, optimizer, hardware.fast_autocast(hardware.device()))
     report = audit(model, optimizer)
     kinds = [kind for kind in KINDS if any(counts[kind] for counts in report.products.values())]
     gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
     name = recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
-    precision = hardware.fast_precision(_device())
+    precision = hardware.fast_precision(hardware.device())
     level = _level(name, report, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
     sizes = []
     optimizer.zero_grad()
     for _ in range(2):  # microbatches
-        model(torch.randn(32, 64, device=_device())).float().square().mean().backward()
+        model(torch.randn(32, 64, device=hardware.device())).float().square().mean().backward()
         sizes.append(sum(stored_bytes(weight.grad) for weight in model.parameters()))
     gained = (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
     level.accumulation_bytes_per_element = round(gained, 3)
     if recipe.level != "O0":
         optimizer.zero_grad()
         release_gradients(optimizer, model.parameters())
-        _step(model, optimizer, hardware.fast_autocast(_device()))
+        _step(model, optimizer, hardware.fast_autocast(hardware.device()))
         level.released_bytes_per_element = audit(model, optimizer).bytes_per_element["total"]
     return level
 
@@ -159,9 +148,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
             copies[_pointer(saved)] = stored_bytes(saved)
         return saved
 
-    scaler = torch.amp.GradScaler(_device(), enabled=autocast.fast_dtype == torch.float16)
+    scaler = torch.amp.GradScaler(hardware.device(), enabled=autocast.fast_dtype == torch.float16)
     with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        loss = model(torch.randn(32, 64, device=_device(), requires_grad=True)).float().square().mean()
+        loss = model(torch.randn(32, 64, device=hardware.device(), requires_grad=True)).float().square().mean()
     transient = sum(copies.values()) / sum(weights.values())
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -185,6 +174,6 @@ def _readable(levels: list[Level]) -> str:
         if not level.not_measured:
             cells = [*asdict(level).values()][: len(rows[0])]
             rows.append(["–" if each is None else each if isinstance(each, str) else f"{each:.4g}" for each in cells])
-    notes = [*_LEGEND, ("around FP8", hardware.fast_precision(_device()))]
+    notes = [*_LEGEND, ("around FP8", hardware.fast_precision(hardware.device()))]
     notes += [("not measured", f"{level.name}: {level.not_measured}") for level in levels if level.not_measured]
     return f"{table(rows)}\n\n{paragraphs(notes)}"

@@ -1,7 +1,5 @@
 """`fp8-backends checkpoint`: check the files of checkpoints, and name the faulty ones."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fp8-backends doctor`: list the backends that run on this machine, test them, and fix the others."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform
@@ -30,7 +28,6 @@ TE_TIME_LIMIT = 120.0
 """Seconds for importing TransformerEngine, usually 3 to 20, or minutes from a cold network disk."""
 
 Lines = Iterator[tuple[str, str]]
-"""(label, text) of each line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Return devices, versions, backends, test results, this chip's products and the recommended precision."""
-    described = hardware.describe()
+    described, devices = hardware.describe(), []
+    for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
+        gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8
+        chip = gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}"
+        devices.append({"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8})
     optional = {"CUDA of torch": torch.version.cuda, "ROCm of torch": torch.version.hip}
     versions = {
         **{"fp8-backends": __version__, "python": platform.python_version()},
@@ -84,7 +85,7 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         backends[name] = {**asdict(availability), "scalings": scalings}
     _explain_te(backends)
     return {
-        "hardware": described | {"devices": _devices(), "driver": _driver()},
+        "hardware": described | {"devices": devices, "driver": _driver()},
         "versions": versions,
         "advice": hardware.advice(bool(backends.get("te", {}).get("can_run")))._asdict(),
         "auto": registry.auto_choice()._asdict(),
@@ -94,17 +95,7 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
     }
 
 
-def _devices() -> list[dict[str, Any]]:
-    devices = []
-    for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
-        gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8
-        chip = gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}"
-        devices.append({"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8})
-    return devices
-
-
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, if there is one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -180,7 +171,6 @@ def _backends(backends: dict[str, dict[str, Any]]) -> Lines:
 
 
 def _tests(tests: list[dict[str, Any]] | None) -> Lines:
-    """List the proven backends, and the others with their reasons."""
     if tests is None:
         yield "tests", "left out (--no-test): nothing here is proven"
         return

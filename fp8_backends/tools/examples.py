@@ -1,7 +1,5 @@
 """`fp8-backends examples`: list or copy training scripts in FP8, ready to run, also without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -1,7 +1,5 @@
 """Run the command `fp8-backends`, also `python -m fp8_backends`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import signal

@@ -1,7 +1,5 @@
 """`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with `monitor_every`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -98,7 +96,6 @@ class Tensor:
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
-"""Keys of an entry, by `is_stored`."""
 
 
 def lost_db(entry: dict[str, Any]) -> float | None:
@@ -245,7 +242,7 @@ def in_words(samples: Samples, worst: int) -> str:
     return "\n\n".join([*parts, paragraphs(remarks(samples))])
 
 
-CAST_COLUMNS = (*("layer", "tensor", "format", "SQNR, dB", "lost", "most lost", "clipped", "flushed", "amax", "scale"),)
+CAST_COLUMNS = ("layer", "tensor", "format", "SQNR, dB", "lost", "most lost", "clipped", "flushed", "amax", "scale")
 STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
 
 
@@ -297,13 +294,10 @@ def findings(samples: Samples) -> Verdict:
 
 def remarks(samples: Samples) -> list[tuple[str, str]]:
     last = samples.last
+    sqnr = "energy of the values over that of the error; lost: decibels below what the format usually has, "
     rows = [
         ("casts", f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first"),
-        (
-            "SQNR",
-            "energy of the values over that of the error; lost: decibels below what the format usually has, "
-            "in the last sample and at most in any",
-        ),
+        ("SQNR", f"{sqnr}in the last sample and at most in any"),
         ("shares", "of values that are not zero; of a tensor of more than 65,536 elements, of some of its rows"),
     ]
     if not_seen := last["not_seen"]:
@@ -348,7 +342,6 @@ def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
 
 
 def _over_the_run(samples: Samples) -> str:
-    """Draw the error of the worst tensors, and the largest shares of each kind of tensor."""
     if len(samples.records) < 2:
         return ""
     worst = sorted(samples.casts, key=lambda tensor: tensor.most_lost[0], reverse=True)[:_CURVES]

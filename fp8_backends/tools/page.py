@@ -1,9 +1,4 @@
-"""Draw the HTML page of a command: one self-contained file in the colours of one style sheet, light or dark.
-
-Charts are as wide as the screen: horizontal positions are percentages.
-"""
-
-from __future__ import annotations
+"""Draw the HTML page of a command, one self-contained file. Horizontal positions are percentages of the screen."""
 
 import itertools
 import math
@@ -77,7 +72,6 @@ def bullets(items: Iterable[str], css: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Fold HTML behind a line that opens it."""
     return f"<details><summary>{summary}</summary>{html}</details>"
 
 
@@ -88,7 +82,6 @@ def cards(bodies: Mapping[str, str]) -> str:
 
 
 def chip(name: str, color: str) -> str:
-    """Write a name behind a chip of its colour, as HTML."""
     return f'<span class="chip" style="background:{color}"></span>{escape(name)}'
 
 

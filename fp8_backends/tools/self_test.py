@@ -1,14 +1,7 @@
-"""Test FP8 training here: one small step of each backend and a plain one, in another process.
+"""Test one small step of each backend against a plain one, in another process that may crash (docs/doctor.rst).
 
-The plain step, and everything around FP8, is in bf16, or in FP32 on a CPU without bf16 products. A test proves four
-things: every converted layer made all three products in FP8 (`audit`), loss and gradients match the plain step up to
-FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and states have the planned bytes. A
-backend that crashes or hangs ends this process, not the doctor.
-
-    python -m fp8_backends.tools.self_test native:dynamic msamp:O2
+python -m fp8_backends.tools.self_test native:dynamic msamp:O2
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -23,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,6 +28,7 @@ from ..recipes.precision_plan import plan
 from ..states.levels import scale_bytes_per_element
 from ..tensors.scaled_tensor import ScaledTensor
 from ..words import first_line
+from .terminal import environment_without
 
 LOSS_BOUND = 0.05
 GRADIENT_BOUND = 0.25
@@ -60,13 +53,11 @@ class SelfTest:
     backend: str
     proven: bool
     reason: str
-    """Reason why it is not proven, or ""."""
     precision: str = ""
     """Precision of the plain step and around FP8: "bf16" or "fp32"."""
     loss_error: float | None = None
-    """|loss - plain loss| / |plain loss|."""
     gradient_error: float | None = None
-    """Maximum over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
+    """Relative errors; the largest of any weight's gradient, in L2."""
     products: int = 0
     engine: str = ""
     bytes_per_element: float | None = None
@@ -84,10 +75,13 @@ def run(backends: Sequence[str]) -> list[SelfTest]:
 def _run_in_process(backends: list[str]) -> list[SelfTest]:
     """Return the results up to the first test that ends the process; at least one."""
     command = [sys.executable, "-m", __name__, *backends]
+    # as no rank, and with FP8 off
+    dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+    environment = environment_without(dropped) | {"FP8_BACKENDS_DISABLE": "1"}
     results, reasons, limit = [], [], STARTS_WITHIN
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
         )
 
         def kill(*late: str) -> None:  # with its children, in its own session
@@ -119,26 +113,16 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
             process.stdout.close()
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment without variables that make the test a rank or turn FP8 on."""
-    dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))))
-    return kept | {"PYTHONPATH": path, "FP8_BACKENDS_DISABLE": "1"}
-
-
 # In the process
 
 
 def main(backends: Sequence[str]) -> None:
-    """Test each backend and print one line of JSON for each."""
     logging.getLogger("fp8_backends").setLevel(logging.ERROR)
     for backend in backends:
         print(_MARK + json.dumps(asdict(test(backend))), flush=True)
 
 
 def test(backend: str) -> SelfTest:
-    """Test one backend in this process."""
     start = time.perf_counter()
     try:
         result = _test(backend)
@@ -164,7 +148,7 @@ def _test(backend: str) -> SelfTest:
         backend,
         True,
         "",
-        precision=hardware.fast_precision(_device()),
+        precision=hardware.fast_precision(hardware.device()),
         loss_error=abs(loss - expected_loss) / abs(expected_loss),
         gradient_error=max(((fp8 - plain).norm() / plain.norm()).item() for fp8, plain in pairs),
         products=sum(sum(counts.values()) for counts in report.products.values()),
@@ -192,23 +176,19 @@ def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
         yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
 
 
-def _device() -> str:
-    return "cuda" if hardware.has_gpu() else "cpu"
-
-
 def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.GELU())]
-    model = nn.Sequential(*layers[:-1]).to(_device())
+    model = nn.Sequential(*layers[:-1]).to(hardware.device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def _backward(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
     """Return (loss, plain gradients of all parameters) of one fixed batch, in the fast precision."""
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(_device()) for _ in range(2))
+    inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(hardware.device()) for _ in range(2))
     inputs.requires_grad_()  # so that the first layer makes its dgrad
-    with hardware.fast_autocast(_device()):
+    with hardware.fast_autocast(hardware.device()):
         loss = (model(inputs).float() - targets).square().mean()
     loss.backward()
     gradients = [p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad for p in model.parameters()]

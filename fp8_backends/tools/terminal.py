@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from textwrap import TextWrapper
 from typing import Literal, NamedTuple
 
@@ -27,7 +29,6 @@ class Verdict(NamedTuple):
 
 
 def width() -> int:
-    """Return the columns of the terminal, or `COLUMNS` of the environment."""
     return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
@@ -96,6 +97,13 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
         console.print(grid)
         texts.append("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
     return "\n\n".join(texts)
+
+
+def environment_without(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment for a process that imports this package, without variables of these prefixes."""
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(prefixes)}
+    path = (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 class Progress:

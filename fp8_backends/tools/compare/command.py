@@ -1,7 +1,5 @@
 """`fp8-backends compare`: train a small model with bf16 and each FP8 backend side by side; measure cost and gain."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Iterable
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """Return the settings; `run` resolves the backends later, after the first line, because that takes seconds."""
-    device = "cuda" if hardware.has_gpu() else "cpu"
+    device = hardware.device()
     values = defaults(fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}

@@ -25,7 +25,7 @@ import torch
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
 from ...words import counted, finite
-from ..terminal import Progress, duration
+from ..terminal import Progress, duration, environment_without
 from . import summary
 from .report_page import render
 from .summary import checks, verdict
@@ -93,17 +93,18 @@ class Comparison:
         self.began = time.monotonic()
         self.output = output
         self.workers: dict[str, Worker] = {}
-        """Workers of the backends that have not failed."""
         self.timetable = Timetable()
         kind = task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb)
         text.batches(1, 1, settings.sequence, 0)  # fail now rather than in every worker if the text is too short
+        versions = {"python": platform.python_version(), **{name: hardware.version(name) for name in _PACKAGES}}
+        versions["cuda"] = torch.version.cuda
         self.results: dict[str, Any] = {
             "status": "running",
             "note": "",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(settings.device),
-            "versions": versions(),
+            "versions": {name: version for name, version in versions.items() if version},
             "fast_fp8": fast_fp8(settings.device),
             "around_fp8": settings.reference,
             "task": kind,
@@ -124,7 +125,6 @@ class Comparison:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.began
 
     def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
@@ -259,11 +259,6 @@ def machine(device: str) -> dict[str, Any]:
     return facts
 
 
-def versions() -> dict[str, str]:
-    installed = {name: hardware.version(name) for name in _PACKAGES} | {"cuda": torch.version.cuda}
-    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
-
-
 # Workers
 
 
@@ -290,7 +285,6 @@ class Worker:
         self.drain.start()
 
     def give_turn(self) -> None:
-        """Write the one byte that every rank reads at the start of a turn."""
         with contextlib.suppress(BrokenPipeError):  # `events` reports that it has ended
             os.write(self.process.stdin.fileno(), b"." * self.ranks)
 
@@ -331,18 +325,13 @@ def stop(workers: Iterable[Worker]) -> None:
 
 
 def worker_environment(ranks: int = 1) -> dict[str, str]:
-    """Return the environment without variables that steer Accelerate."""
-    steering = ("ACCELERATE_", "FP8_BACKENDS_DISABLE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    package_root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    kept = environment_without(("ACCELERATE_", "FP8_BACKENDS_DISABLE"))
     if ranks > 1:
         kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def cores() -> int:
-    """Count the processor cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -359,10 +348,8 @@ USABLE = 0.9
 def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]) -> tuple[int, int]:
     """Return the (steps, seeds) that fit into a time, at most as many as given; no seeds if not one fits.
 
-    First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds.
-
-    Args:
-        round_seconds: maps a number of steps to the seconds of one seed over all backends.
+    First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds. `round_seconds` maps a
+    number of steps to the seconds of one seed over all backends.
     """
     wanted, fewest = min(WANTED_SEEDS, seeds), min(FEWEST_STEPS, steps)
     choices = range(fewest, steps + 1)
@@ -387,7 +374,6 @@ class Timetable:
         return start + step * steps_with_evaluation(settings)
 
     def round_seconds(self, settings: Settings) -> float:
-        """Return the seconds of one seed of every backend."""
         return sum(self.run_seconds(backend, settings) for backend in self.paces)
 
     def fitted(self, settings: Settings, elapsed: float) -> Settings:
@@ -413,5 +399,4 @@ class Timetable:
 
 
 def steps_with_evaluation(settings: Settings) -> float:
-    """Return the length of a run in training steps."""
     return settings.steps + FORWARD * settings.held_out_windows / settings.batch

@@ -1,7 +1,5 @@
 """Measure a training step: peak memory, autocast's copies of weights, and bytes sent to other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -19,11 +17,8 @@ from ...evidence.auditing import inner_tensors
 
 
 def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of tensors at the highest point of a step, with weights and optimizer states.
-
-    On a GPU the count of PyTorch's allocator. On a CPU the resting tensors plus the highest level of the profiler's
-    allocations; None if this version of PyTorch does not report them.
-    """
+    """Return the bytes of tensors at the highest point of a step, by PyTorch's allocator on a GPU, by the profiler on a
+    CPU (None if this version of PyTorch reports no allocations)."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,5 @@
 """Render `report.html`, one self-contained file that shows a comparison, finished or not."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,7 +18,6 @@ _MARKS = {True: ("pass", "✓", "passed"), False: ("fail", "✗", "failed"), Non
 
 
 def render(results: Results) -> str:
-    """Return the whole page from the contents of `results.json`."""
     rows, reference = summary.rows(results), summary.reference_of(results)
     machine, settings = results["machine"], results["settings"]
     facts = [
@@ -55,7 +52,6 @@ def _colors(results: Results) -> dict[str, str]:
 
 
 def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
-    """Return up to two short figures: the largest gap, and the best speed or memory."""
     fp8, reference, figures = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
@@ -167,7 +163,6 @@ def _checks(results: Results) -> str:
 
 
 def _what_ran(results: Results) -> str:
-    """Show each backend's proof line and its layers in high precision."""
     blocks = []
     for backend, report in results["backends"].items():
         if backend in BASELINES or not report["inspection"]:

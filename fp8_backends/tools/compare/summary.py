@@ -1,7 +1,5 @@
 """Summarize the results of a comparison: paired gaps, a row for each backend, checks, and the verdict in words."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -111,30 +109,25 @@ def gap_to_reference(results: Results, backend: str) -> Gap | None:
 
 
 def reference_spread(results: Results) -> dict[str, float] | None:
-    """Return the variation of the reference's own held-out loss from seed to seed."""
     return spread(held_out_losses(results, reference_of(results)))
 
 
 @dataclass
 class Row:
-    """Measurements of one backend. None: not measured, or not yet."""
+    """Measurements of one backend, ratios over the reference's. None: not measured, or not yet."""
 
     backend: str
     tokens_per_second: float | None = None
     emulated: bool = False
-    """Hide the speed: this chip has no FP8 products."""
     speed_ratio: float | None = None
-    """Tokens per second over the reference's; None for the reference."""
     final_train_loss: float | None = None
     held_out_loss: float | None = None
     gap: Gap | None = None
     peak_memory_bytes: int | None = None
     memory_ratio: float | None = None
-    """Peak memory over the reference's; None for the reference."""
     bytes_per_parameter: float | None = None
     flops_share: float | None = None
     sent_bytes: int | None = None
-    """Bytes from one rank to the others in a step."""
     seeds_done: int = 0
     note: str = ""
 
@@ -247,7 +240,6 @@ def held_out_text(results: Results) -> str:
 
 
 def spread_line(results: Results) -> str:
-    """State the reference's own variation, the measure of every gap."""
     values, start = reference_spread(results), f"{reference_of(results)}'s own spread from seed to seed"
     if values is None:
         return f"{start}: needs at least two seeds"
@@ -270,8 +262,6 @@ FAR = 10
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement of a backend."""
-
     name: str
     passed: bool | None
     """None: not resolved by the measurements."""
@@ -279,7 +269,6 @@ class Check:
 
 
 def checks(results: Results) -> dict[str, list[Check]]:
-    """Check every requirement by backend; after an early end, for the finished part."""
     return {backend: list(_checks(results, backend)) for backend in results["backends"]}
 
 

@@ -1,17 +1,10 @@
 """Train all seeds of one backend as the worker of `compare`, and report each event as a line of JSON.
 
-Each backend has its own process, isolating its memory, compiled code and failures. Everything goes through a stock
-`accelerate.Accelerator`; only `_accelerator` depends on the backend. Under torchrun all ranks train one model, each on
-its part of every batch, and rank 0 reports.
-
 The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading one byte from standard
-input. A turn ends for no rank before it has begun for all, so that no rank reads another's byte. The worker ends with
-its standard input.
+input; a turn ends for no rank before it has begun for all. Rank 0 reports.
 
     python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -39,6 +32,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 
+from ...announcement import logger
 from ...evidence.auditing import incomplete_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import finite
@@ -116,7 +110,6 @@ class Run:
         return {name: value.to(self.accelerator.device) for name, value in values.items()}
 
     def backward(self, step: int) -> torch.Tensor:
-        """Take this rank's part of a batch forward and backward."""
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         loss = self.model(**{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}).loss
         self.accelerator.backward(loss)
@@ -167,7 +160,6 @@ class Run:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the mean over the held-out windows, in nats a token."""
         accelerator, several = self.accelerator, self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
@@ -188,7 +180,6 @@ class Run:
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
-        """Return the gradients of the first batch at these weights."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = torch.func.functional_call(self.bare, weights, kwargs=self.batch(0)).loss
@@ -286,8 +277,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
 def _messages() -> Iterator[list[str]]:
     """Collect this package's log messages, the proof line and notices, each once."""
     lines: dict[str, None] = {}
-    logger, handler = logging.getLogger("fp8_backends"), logging.Handler()
-    handler.emit, level = lambda record: lines.setdefault(record.getMessage()), logger.level
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: lines.setdefault(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     messages: list[str] = []
@@ -342,7 +333,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(settings_path: str) -> Settings:
-    """Read the settings at each turn: the first one decides how much fits into the time limit."""
+    # read at each turn: the first one decides how much fits into the time limit
     return Settings(**json.loads(Path(settings_path).read_text()))
 
 

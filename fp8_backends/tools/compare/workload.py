@@ -1,7 +1,5 @@
 """Define the workload of `compare` and `advise`: settings, training text, and a language model with random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import sysconfig
@@ -33,28 +31,21 @@ class Settings:
     model: str | None = None
     """A transformers configuration; None: a Llama of `shape`."""
     shape: dict[str, int]
-    """Fields of LlamaConfig."""
     steps: int
     seeds: int
     batch: int
     sequence: int
     lr: float
     warmup_share: float = 0.5
-    """Share of the steps with a rising learning rate; a cosine to zero follows."""
     weight_decay: float = 0.1
     clip: float = 1.0
     held_out_share: float = 0.2
-    """Held-out windows as a share of the training windows."""
     minutes: float | None = None
-    """Limit of the whole comparison, which reduces steps and seeds to fit."""
     compile: bool
     saved_activations: str = "off"
-    """The recipe field, for every FP8 backend."""
     loss_gap_bound: float
-    """Nats; upper bound of the mean paired held-out gap."""
     device: str
     nproc: int = 1
-    """Ranks that share each batch."""
 
     @property
     def held_out_windows(self) -> int:
@@ -96,8 +87,6 @@ _BOUNDARY = b"\0"  # between two files; the reader skips binary files, so no tex
 
 @dataclass
 class TrainingText:
-    """Hold the tokens of both parts, and their description for a report."""
-
     train: torch.Tensor
     """1-D, uint8 for bytes; another dtype for the tokens of a model's own tokenizer."""
     held_out: torch.Tensor
@@ -133,14 +122,9 @@ def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
 
 
 def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> TrainingText:
-    """Read the training text, one token a byte.
+    """Read the training text, one token a byte, at most `limit_mb` megabytes in the order of the paths.
 
-    Args:
-        path: a file or a folder of text files; None: the Python sources of the standard library.
-        limit_mb: megabytes to read, in the order of the paths.
-
-    Raises:
-        FP8BackendError: no text, or too little.
+    Raises `FP8BackendError` without text. Without a path: the Python sources of the standard library.
     """
     files, description = _files(path)
     parts, remaining = [], int(limit_mb * 1e6)
@@ -169,7 +153,6 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> Training
 
 
 def _files(path: str | Path | None) -> tuple[list[Path], str]:
-    """Return (text files in the order of their paths, description)."""
     if path is None:
         root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
         description = f"Python {sysconfig.get_python_version()} standard library sources"
@@ -230,15 +213,10 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
 
 
 def inputs(tokens: torch.Tensor, task: str, vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model's forward for its task.
+    """Return `input_ids` and `labels` of a model's forward, shaped as the tokens [batch, sequence], int64.
 
-    Args:
-        tokens: [batch, sequence], int64, below `vocab_size`.
-        seed: selects the masked tokens, equally many in every window.
-
-    Returns:
-        `input_ids` and `labels`, shaped as `tokens`. A masked token has the id `vocab_size`, and all other labels are
-        -100, ignored by the loss. A causal model shifts its labels itself.
+    The seed selects masked tokens, equally many in every window; they have the id `vocab_size`, and all other labels
+    are -100, ignored by the loss. A causal model shifts its labels itself.
     """
     if task == CAUSAL:
         return {"input_ids": tokens, "labels": tokens}

@@ -1,7 +1,5 @@
 """`fp8-backends config FILE`: explain a configuration of Accelerate or Axolotl, and write the same for Accelerate."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -27,18 +25,12 @@ _MARKS = {
     "accelerate": ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "downcast_bf16"),
     "axolotl": ("base_model", "datasets", "sequence_len", "micro_batch_size", "fp8", "fp16", "bf16", "adapter"),
 }
-"""Keys that identify a system."""
 
 
 def read(path: str, system: str | None = None, processes: int | None = None) -> TrainingConfig:
-    """Read a YAML (or JSON) file of Accelerate or Axolotl.
+    """Read a YAML (or JSON) file of Accelerate or Axolotl (`system`; by default inferred from the keys).
 
-    Args:
-        system: "accelerate" or "axolotl"; by default inferred from the keys.
-        processes: number of training processes, instead of the file's.
-
-    Raises:
-        RecipeError: no such file, no YAML, of neither system, or with unknown keys or values.
+    `processes` overrides the file's number. Raises `RecipeError` for a wrong file, or unknown keys or values.
     """
     values = read_file(path)
     if system is None:
@@ -125,7 +117,6 @@ _OPTIONS = {
     "cpu_ram_efficient_loading": "efficient loading",
     "activation_checkpointing": "activation checkpointing",
 }
-"""Options of the engine that matter for FP8."""
 
 
 def explained(config: TrainingConfig, findings: list[Finding]) -> str:

@@ -1,7 +1,5 @@
 """Read a configuration file of Accelerate as `TrainingConfig`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

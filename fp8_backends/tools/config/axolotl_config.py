@@ -1,10 +1,4 @@
-"""Read a configuration file of Axolotl as `TrainingConfig`.
-
-Only the keys for precision, sharding and compilation count, as Axolotl 0.19 uses them: FP8 through TorchAO, by
-`fp8_config.recipe`.
-"""
-
-from __future__ import annotations
+"""Read the precision, sharding and compilation of an Axolotl (0.19) configuration file as `TrainingConfig`."""
 
 import math
 from collections.abc import Mapping
@@ -60,7 +54,6 @@ _MESH = {
     "tensor_parallel_size": "parallelism_config_tp_size",
     "context_parallel_size": "parallelism_config_cp_size",
 }
-"""Sizes of the mesh, and Accelerate's names for them."""
 _READ = (
     *(*_FP8_KEYS, *_FSDP_KEYS, *_ATTENTION_FLAGS, *_MESH),
     *("bf16", "fp16", "bfloat16", "float16", "deepspeed", "gradient_checkpointing", "optimizer", "sequence_len"),
@@ -146,7 +139,6 @@ def _precision(file: ConfigFile, notes: list[str]) -> str:
 
 
 def _is_fp16(file: ConfigFile) -> bool:
-    """Return True for fp16 without bf16, which Axolotl prefers."""
     return _is_on(file, "fp16") and (file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full"))
 
 

@@ -23,18 +23,13 @@ DEEPSPEED_PRECISION = (
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
 """Backends of torch.compile that generate no kernels."""
 _MOST_NAMED = 5
-"""Limit of unknown keys in one error."""
 
 
 @dataclass
 class TrainingConfig:
-    """The settings of a configuration that FP8 depends on."""
-
     source: str
     system: str
-    """"accelerate" or "axolotl"."""
     mixed_precision: str
-    """"no", "fp16", "bf16" or "fp8"."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields of `FP8RecipeKwargs`, for mixed precision "fp8"."""
     parallel: Parallel = "none"
@@ -130,14 +125,12 @@ class ConfigFile:
         return default if value is None else self.parsed(key, parse, value)
 
     def parsed(self, key: str, parse: Callable[[Any], Any], value: Any) -> Any:
-        """Return `parse(value)` for a key. Raises `RecipeError`."""
         try:
             return parse(value)
         except ValueError as error:
             raise RecipeError(f"{self._prefix}{key}={shown(value)} {error}") from None
 
     def block(self, key: str) -> ConfigFile:
-        """Return a block of keys, perhaps empty. Raises `RecipeError` for anything else."""
         values = self.values.get(key) or {}
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self._prefix}{key} must be a block of keys, not {shown(values)}")

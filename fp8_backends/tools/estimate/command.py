@@ -1,7 +1,5 @@
 """`fp8-backends estimate`: the memory and traffic of training a model, before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -31,7 +29,6 @@ GIB = 2**30
 class Device(NamedTuple):
     title: str
     memory: float
-    """Bytes."""
     chip: str | None = None
     """A name in `chips.PRODUCTS`, if known."""
 
@@ -76,12 +73,9 @@ def run(args: argparse.Namespace) -> int:
     }
     workload = Workload(model=model, memory=device.memory, **settings)
     with Progress(f"tracing a training step of {model.title}") as progress:
-        backends = [
-            name
-            if name.lower() in BASELINES
-            else resolve({"backend": name, "saved_activations": args.saved_activations})
-            for name in _listed("--backend", args.backend)
-        ]
+        kept = {"saved_activations": args.saved_activations}
+        names = _listed("--backend", args.backend)
+        backends = [name if name.lower() in BASELINES else resolve({"backend": name, **kept}) for name in names]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
@@ -128,7 +122,6 @@ def device_named(name: str | None) -> Device:
 
 
 def _ram() -> float:
-    """Return the bytes of this machine's RAM, limited by its control group."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -140,7 +133,6 @@ def _ram() -> float:
 
 
 def _listed(flag: str, text: str) -> list[str]:
-    """Split a flag's text at commas. Raises `FP8BackendError` if nothing is left."""
     words = [word for part in text.split(",") if (word := part.strip())]
     if not words:
         raise FP8BackendError(f"{flag} names none")
@@ -175,8 +167,7 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
 
 def auto_advice(device: Device) -> list[str]:
     """Explain the choice of `auto` on this chip; [] for an unknown chip or one without FP8 products."""
-    chip = None if device.chip is None else chips.product_named(device.chip).chip
-    if chip is None or not chip.fp8:
+    if device.chip is None or not (chip := chips.product_named(device.chip).chip).fp8:
         return []
     choice = chips.auto_on(chip)
     return [f"without TransformerEngine auto means {choice.backend} there: {choice.reason}"]
@@ -231,7 +222,6 @@ def text(workload: Workload, device: Device, estimates: list[Estimate], advice: 
 
 
 def _table(group: list[Estimate], size: int) -> str:
-    """Draw one sharding: a row for each backend, and the reasons of refused ones."""
     known = [each for each in group if not each.refused]
     columns = [name for name in COLUMNS if _has_column(name, known)]
     rows = [["", *(COLUMNS[name] for name in columns), "FP8", "fits", "largest", "batch"]]

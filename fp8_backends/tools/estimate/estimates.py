@@ -1,24 +1,7 @@
-"""Estimate memory and traffic of a training step before it runs.
+"""Estimate memory and traffic of a training step before it runs (docs/estimate.rst).
 
-`step_trace.py` traces a step of the model on fake tensors with two and with three layers, and everything grows evenly
-with depth: weights, gradients, states, saved activations, and the highest moment of each region of the step. A trace
-with twice the batch gives the growth of activations. Models with different layers are traced whole. The costs of one of
-several ranks follow from the trace:
-
-=========  =====================================================================================================
-sharding   contents of a rank besides activations
-=========  =====================================================================================================
-``none``   everything
-``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; O3 and O4 shard the masters
-           (or residuals) and moments of scaled weights
-``fsdp2``  1/N of weights, masters, gradients and moments; gathered: the parameters outside the blocks and of two
-           blocks (the current one and the next), and two blocks' gradients
-``zero1``  DeepSpeed in bf16: weights and gradients, 1/N of FP32 masters, moments and of an FP32 copy of the gradients
-``zero2``  the same with 1/N of the gradients, and two buckets of 5e8 elements
-``zero3``  1/N of all, and the gathered parameters
-=========  =====================================================================================================
-
-Sent bytes are the least of any algorithm: 2 (N - 1) / N of a sum over the ranks, (N - 1) / N of a gather or scatter.
+Two traces with two and three layers (`step_trace.py`) give the growth with depth, one with twice the batch the growth
+of activations. Models with different layers are traced whole. `Rank` derives the costs of one of several ranks.
 """
 
 from __future__ import annotations
@@ -69,14 +52,13 @@ USABLE = 0.92
 class Workload:
     model: ModelShape
     batch: int = 1
-    """Sequences in the batch of one device."""
     sequence: int = 1024
     checkpointing: bool = False
     weights: str = "fp32"
     """"fp32", under autocast, or "bf16" throughout."""
     devices: int = 1
     memory: float | None = None
-    """Bytes of one device, to estimate the largest model and batch."""
+    """Bytes of one device."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "devices"):
@@ -101,9 +83,8 @@ class Estimate:
     activations: float = 0.0
     """Other tensors saved for backward."""
     peak: float = 0.0
-    """Bytes at the highest moment of the step."""
     peak_at: str = ""
-    """Region of the step with that moment."""
+    """Region of the step with the highest moment."""
     sent: float = 0.0
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of the FLOPs of weight products."""
@@ -218,9 +199,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
 
 def highest(trace: StepTrace) -> tuple[str, float]:
     """Return the (region, bytes) of the highest moment."""
-    totals = {region: sum(parts.values()) for region, parts in trace.peaks.items()}
-    region = max(totals, key=totals.get)
-    return region, totals[region]
+    return max(((region, sum(parts.values())) for region, parts in trace.peaks.items()), key=lambda peak: peak[1])
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
@@ -234,9 +213,9 @@ class Growth:
 
     first: StepTrace
     deeper: StepTrace
-    """The same with one more layer; `first` for a model that is traced whole."""
+    """With one more layer; `first` for a model that is traced whole."""
     wider: StepTrace
-    """The same with twice the batch; `first` if no batch but the given one is of interest."""
+    """With twice the batch; `first` if no other batch is of interest."""
     layers: int
     batch: int
 
@@ -314,12 +293,8 @@ _ALL_CODES_LIVE = {
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
-    """Add the weight codes that TransformerEngine keeps beyond its native equivalent.
-
-    Before Blackwell it keeps two copies from forward to backward, for fprop and dgrad; from O3 on the first is the
-    weight. The native equivalent keeps one, or recreates it in backward. Under FSDP2 TransformerEngine recreates the
-    codes of gathered plain weights.
-    """
+    """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies before Blackwell, for
+    fprop and dgrad, of which from O3 on the first is the weight; none of plain weights gathered by FSDP2."""
     in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
     copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
@@ -345,11 +320,7 @@ GATHERED = 2
 
 
 class Rank:
-    """One of `ranks` ranks, each with the traced batch.
-
-    Args:
-        trace: a step on one device; for DeepSpeed with bf16 weights and no autocast.
-    """
+    """One of `ranks` ranks, each with the traced batch (for DeepSpeed with bf16 weights and no autocast)."""
 
     def __init__(self, trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> None:
         self.trace, self.sharding, self.ranks = trace, sharding, ranks
@@ -360,15 +331,10 @@ class Rank:
 
     def step(self) -> StepTrace:
         trace = self.trace
-        return replace(
-            trace,
-            resting=self._holds(trace.resting),
-            saved=self._holds(trace.saved),
-            peaks={region: self._holds_in(region, parts) for region, parts in trace.peaks.items()},
-        )
+        peaks = {region: self._holds_in(region, parts) for region, parts in trace.peaks.items()}
+        return replace(trace, resting=self._holds(trace.resting), saved=self._holds(trace.saved), peaks=peaks)
 
     def _holds(self, parts: Bytes) -> Bytes:
-        """Return this rank's permanent bytes of these parts."""
         parts, sizes, ranks = dict(parts), self.trace.sizes, self.ranks
         if self.sharding == "ddp":
             if ranks > 1 and BUFFERS in parts:
@@ -410,11 +376,8 @@ class Rank:
         return held
 
     def _in_flight(self, region: str) -> float:
-        """Return the bytes of scaled weights' gradients in flight under DDP.
-
-        They wait in high precision for a full bucket, and go from there into messages, or are copied for a plain sum. A
-        bucket is full at the latest after the first blocks, the last ones in backward.
-        """
+        """Return the bytes of scaled weights' gradients in flight under DDP: they wait in high precision for a full
+        bucket (at the latest after the first blocks), and go into messages, or are copied for a plain sum."""
         sizes = self.trace.sizes
         bucket = min(SINGLE * sizes["scaled"], max(DDP_BUCKET, SINGLE * sizes["largest_scaled"]))
         is_full = region not in ("backward of the head", "backward of the last block")

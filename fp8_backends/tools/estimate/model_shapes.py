@@ -89,15 +89,10 @@ class ModelShape:
 
     @property
     def reads_tokens(self) -> bool:
-        """True if a sample has a number of tokens."""
         return _model_class(self.config).main_input_name != _IMAGES
 
     def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of the forward, all zeros, with labels.
-
-        Token ids [batch, sequence], images [batch, channels, height, width], or the longest spectrograms [batch, mel
-        bins, frames].
-        """
+        """Return the arguments of the forward, all zeros: token ids, images or spectrograms, with labels."""
         model_class, config = _model_class(self.config), self.config
         is_classifier = model_class.__name__.endswith("Classification")
         labels = torch.zeros((batch,) if is_classifier else (batch, sequence), dtype=torch.long)
@@ -159,7 +154,6 @@ class ModelShape:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
         with torch.device("meta"):
             return count_elements(self.make_model(torch.float32))
 
@@ -189,17 +183,12 @@ def from_transformers(name: str | Path) -> ModelShape:
 
 
 def from_parameters(count: float) -> ModelShape:
-    """Return a Llama of about this many parameters, 128 times as wide as deep, with a separate head.
-
-    It has 128256 tokens (32000 below a billion parameters) and, as Llama 3, an MLP 3.5 times as wide and 8 heads of
-    keys and values.
-    """
+    """Return a Llama of about this many parameters with the proportions of Llama 3 and a separate head."""
     from transformers import LlamaConfig
 
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
 
     def sized(hidden: int) -> tuple[float, dict[str, int]]:
-        """Return (distance from the wanted size and proportions, sizes) for a width."""
         mlp, heads = int(3.5 * hidden), hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
         key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
         per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
@@ -240,7 +229,6 @@ def parse_count(text: str) -> float:
 
 
 def readable_count(count: float) -> str:
-    """Write 8.03e9 as 8.03 B."""
     unit = next((unit for unit in "TBMK" if count >= _UNITS[unit]), "")
     return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
 
@@ -252,7 +240,6 @@ _TABLES = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
-"""Tables of transformers from model types to classes."""
 
 
 def _model_class(config: PretrainedConfig) -> Any:

@@ -1,12 +1,4 @@
-"""Trace one training step without computing it: the tensors, their sizes and lifetimes.
-
-The model, its conversion, autograd and the optimizer are real, run on PyTorch's fake tensors, which have a shape, a
-dtype and no memory. A step of a model of any size takes seconds on any machine, and counts real code: saved
-activations, autocast's copies, FP8 codes between forward and backward, the loss head's FP32 logits. Allocations inside
-a kernel are not counted.
-"""
-
-from __future__ import annotations
+"""Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a kernel's scratch."""
 
 import contextlib
 import sys
@@ -19,11 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -67,7 +55,6 @@ MOST_ANSWERS = 20_000
 """Limit of numbers read from tensors in one trace: more is a loop that waits for a value."""
 
 Bytes = dict[str, float]
-"""Bytes of each part."""
 
 
 class Storage(NamedTuple):
@@ -79,8 +66,7 @@ class Storage(NamedTuple):
 class MemoryTracker(TorchDispatchMode):
     """Count live storages by part, and keep the highest moment of each region of the step.
 
-    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way, as a
-    rejection sampler of initial weights does.
+    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way.
     """
 
     def __init__(self) -> None:
@@ -98,7 +84,6 @@ class MemoryTracker(TorchDispatchMode):
         self._note_peak()
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
-        """Assign the storages of a tensor to a part."""
         for inner in inner_tensors(tensor):
             key = inner.untyped_storage()._cdata
             storage = self._storages.get(key)
@@ -184,13 +169,11 @@ class StepTrace:
     """Bytes of one training step on one device that holds the whole model."""
 
     resting: Bytes
-    """Live between two steps."""
     sizes: dict[str, float]
     """Elements, bytes and FLOPs of the model: see `_sizes`."""
     saved: Bytes = field(default_factory=dict)
     """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
     peaks: dict[str, Bytes] = field(default_factory=dict)
-    """Highest moment of each region of the step."""
 
 
 @dataclass(kw_only=True)
@@ -210,17 +193,10 @@ def trace_step(
     settings: StepSettings,
     find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
-    """Trace a training step of AdamW with its states in place.
+    """Trace a training step of AdamW with its states in place. The model's forward returns a loss, alone or first.
 
-    Args:
-        make_model: makes the model under fake tensors. Its forward takes the batch and returns a loss, or a tuple that
-            begins with it.
-        make_batch: makes the arguments of its forward.
-        find_stacks: lists the blocks that repeat in depth, in their order (an encoder's, a decoder's), for the regions
-            of the trace.
-
-    Raises:
-        FP8BackendError: the model's code depends on values, or its step fails.
+    `find_stacks` lists the blocks that repeat in depth, for the regions of the trace. Raises `FP8BackendError` if the
+    model's code depends on values, or its step fails.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
@@ -247,11 +223,8 @@ UNPADDED = "sdpa_without_padding"
 
 @contextlib.contextmanager
 def _attending_without_padding(model: nn.Module) -> Iterator[None]:
-    """Let causal language models of transformers mask a batch without padding: mostly with no mask.
-
-    For fake tensors they always create one, because they cannot see packed sequences in them. It holds the square of
-    the sequence, and repeats keys and values of grouped queries.
-    """
+    """Let causal language models of transformers mask a batch without padding, mostly with no mask: for fake tensors
+    they always create one, of the square of the sequence, as they cannot see packed sequences in them."""
     changed = []
     if "transformers" in sys.modules:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -303,7 +276,6 @@ class _Step:
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
         self.plain_gradients = 0
-        """Bytes of the gradients outside scaled precision."""
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._after_gradient)
@@ -353,7 +325,6 @@ class _Step:
         return trace
 
     def _create_states(self) -> None:
-        """Create the optimizer's states, and assign everything so far to its part."""
         self._assign_parts()
         if isinstance(self.optimizer, ScaledStates):
             for parameter in self.trained:
@@ -381,11 +352,8 @@ class _Step:
 
 
 class _Regions:
-    """Tell the tracker the region of the step: before, in or behind the blocks, forward or backward.
-
-    The first and the last block of a stack have their own regions: live bytes grow or fall evenly from block to block,
-    so the highest moment is at one of the ends.
-    """
+    """Tell the tracker the region of the step. The first and last block of a stack have their own regions: live bytes
+    grow or fall evenly from block to block."""
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
