@@ -137,7 +137,7 @@ def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_guide_shows_the_printed_estimates(folder, capsys):
     guide = GUIDES / "estimate.rst"
     ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
@@ -186,6 +186,7 @@ def test_the_checkpoint_command_lists_its_folder(folder, capsys):
     assert main(words) == 0 and "checkpoint_0" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
 def test_every_benchmark_has_its_shown_options(line, folder):
     _, script, *arguments = shlex.split(line)

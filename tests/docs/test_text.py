@@ -107,7 +107,7 @@ def test_the_readme_shows_the_printed_proof_line(tmp_path):
     assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_guides_build_as_web_pages_without_a_warning_and_link_to_each_other(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "doctrees"), str(GUIDES)]
     built = subprocess.run([*command, str(tmp_path / "html")], capture_output=True, text=True, timeout=240)

@@ -266,7 +266,7 @@ def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
         fp8_backends.advise(given.pop("model"), given.pop("batches"), given.pop("spec"), **given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_shows_what_it_promises_on_its_quick_models(tmp_path):
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability" / "advise.py"
     ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)
