@@ -8,6 +8,7 @@ from expert_families import EXPERTS, Twin, make_experts, routed
 from gpu_rules import Calls, Context
 from model_families import WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import preparation
@@ -494,7 +495,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family,backend,on_gpu", [("mixtral", "native:window", True), ("gpt_oss", "native:mxfp8", False)]
+    "family,backend,on_gpu", [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)]
 )
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
     """With a GPU's padded groups and cast operators too."""

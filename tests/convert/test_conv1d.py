@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.native import NativeCompute
@@ -237,7 +238,7 @@ def test_recomputed_and_with_weight_casts_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:rowwise", "ao:tensorwise", "msamp:O3"])
+@pytest.mark.parametrize("spec", [nightly("native:rowwise"), "ao:tensorwise", "msamp:O3"])
 def test_compiled_without_a_graph_break(spec):
     results = []
     for compiles in (False, True):

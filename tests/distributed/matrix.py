@@ -57,6 +57,8 @@ class Engine(NamedTuple):
 
 
 _KINDS = ("native:delayed", "ao:tensorwise", "msamp:O2", "te:delayed")
+IN_THE_DEFAULT_RUN = (*_KINDS, "msamp:O4", "te:delayed+msamp:O2")
+"""Of the engines that run all backends; the nightly run has them all, and those compiled by DeepSpeed's engines."""
 ENGINES = {
     "single": Engine(
         (
@@ -392,8 +394,8 @@ def check_refused(backend: str, engine: str, message: str) -> None:
         raise AssertionError(f"{backend} under {engine} was not refused")
 
 
-def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE) -> dict:
-    """Name -> function for every cell that is run."""
+def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE, nightly: bool = True) -> dict:
+    """Name -> function for every cell that is run, in the nightly run or in the default run."""
     made = {}
     for engine in engines:
         column = ENGINES[engine]
@@ -403,10 +405,12 @@ def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOL
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
             if message := refusal(backend, engine, "train"):
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
+            elif not nightly and column.run is None and backend not in IN_THE_DEFAULT_RUN:
+                continue
             elif engine == split_models.PIPELINE:
                 made[name] = lambda b=backend: check_pipeline(b)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if backend in column.compiled:
+                if backend in column.compiled and (nightly or engine in ("single", "DDP", "FSDP2")):
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

@@ -7,10 +7,12 @@ import pytest
 from ranks import report, run
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nightly", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("engine", matrix.WHOLE)
-def test_each_backend_under(engine, subtests):
-    names = [name for name in matrix.checks() if name.startswith(f"check_{engine.replace('-', '')}_")]
+def test_each_backend_under(engine, nightly, subtests):
+    names = list(matrix.checks(engines=(engine,), nightly=nightly))
     outcome = run("matrix_checks.py", {"single": 1, "TPxDP": 4}.get(engine, 2), *names)
     report(subtests, outcome)
     assert list(outcome) == names

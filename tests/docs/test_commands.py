@@ -14,6 +14,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks
 from torch.distributed.run import get_args_parser
+from widths import nightly_but
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, parse, recipe_fields
 from fp8_backends.recipes.fields import FIELDS
@@ -66,12 +67,14 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 """Two processes on one port of torchrun's choice; the script there names its recipe."""
 
 
-@pytest.mark.parametrize("line", TRAINS_HERE)
+@pytest.mark.slow
+@pytest.mark.parametrize("line", nightly_but([next(iter(TRAINS_HERE))], TRAINS_HERE))
 def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
     assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
 
 
+@pytest.mark.nightly
 def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)

@@ -13,6 +13,7 @@ import warm_process
 from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, literal_blocks
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
+from widths import nightly_but
 
 from fp8_backends.compute import products
 from fp8_backends.compute.experts.grouped_products import SCALED_GROUPED_MM
@@ -81,7 +82,8 @@ def test_a_guide_shows_its_generated_part(document):
         assert generated.between(name, table()) in text
 
 
-@pytest.mark.parametrize("block", code_blocks("python"), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", nightly_but(code_blocks("python", README), code_blocks("python")), ids=str)
 def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
     start = []
     if ranks := re.match(r"# torchrun --nproc_per_node (\d)", block.text):

@@ -76,7 +76,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path):
     assert [rank["recipe"]["name"] for rank in written(tmp_path / "output")] == ["msamp:O3"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cold_interpreter_needs_none_of_accelerates_libraries(tmp_path):
     """The real command in a real Python, where Accelerate finds no library for FP8."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")

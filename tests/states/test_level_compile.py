@@ -4,6 +4,7 @@ import pytest
 import torch
 from level_steps import LEVELS, assert_equal_states, prepared, train, values_of
 from torch.utils.checkpoint import checkpoint
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -13,7 +14,9 @@ STEPS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O2", "O4"])  # weights in FP16, as at O1; codes and what makes them exact, as at O3
+@pytest.mark.parametrize(
+    "level", [nightly("O2"), "O4"]
+)  # weights in FP16, as at O1; codes and what makes them exact, as at O3
 def test_compiled_training_equals_eager_training(level):
     torch._dynamo.reset()
     graphs = []

@@ -151,7 +151,7 @@ def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched
     assert all(counts == dict(fprop=3, dgrad=3, wgrad=3, recomputed=3) for counts in products.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_compiled_is_the_same_to_the_bit(launched, tmp_path):
     """By the compiler that generates no code, which runs what it has traced."""
     trainers = [
