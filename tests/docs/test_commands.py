@@ -205,8 +205,9 @@ def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
         words = shlex.split(line)
         assert all((ROOT / word).exists() for word in words if "/" in word and "::" not in word and "=" not in word)
     markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
-    used = {marker for line in lines for marker in re.findall(r'-m "(?:not )?(\w+)"', line)}
-    assert "slow" in used and used <= markers
+    expressions = re.findall(r' -m (?!pytest|sphinx)("[^"]+"|\w+)', "\n".join(lines))
+    used = {word for expression in expressions for word in re.findall(r"\w+", expression)} - {"not", "and", "or"}
+    assert used == markers & {"slow", "nightly"} == {"slow", "nightly"}
 
 
 def test_brackets_in_arguments_of_pip_are_quoted():

@@ -14,10 +14,9 @@ STEPS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "level", [nightly("O2"), "O4"]
-)  # weights in FP16, as at O1; codes and what makes them exact, as at O3
+@pytest.mark.parametrize("level", [nightly("O2"), "O4"])
 def test_compiled_training_equals_eager_training(level):
+    """O2 has weights in FP16, as O1; O4 has codes and what makes them exact, as O3."""
     torch._dynamo.reset()
     graphs = []
 
