@@ -6,10 +6,11 @@ import pytest
 import torch
 import two_shot_checks
 from ranks import report, run
+from widths import nightly
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, nightly(8)])
 def test_the_collective(ranks, subtests):
     report(subtests, run("two_shot_checks.py", ranks))
 

@@ -18,6 +18,7 @@ from level_steps import (
 )
 from torch import nn
 from transformers.optimization import Adafactor
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
@@ -57,7 +58,7 @@ def test_a_large_embedding_has_scaled_states_and_is_trained():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("maximize", [False, nightly(True)])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_after_four_steps_weights_are_torchs(kind, maximize, level):
     """The same gradients for both. MS-AMP's own test: within 3e-4 of torch's; here for 99 % of elements at least, as

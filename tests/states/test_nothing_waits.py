@@ -19,6 +19,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.comm.backward import Agreement, BackwardPass
@@ -186,7 +187,7 @@ def connect(model: nn.Module, group, comm: str) -> None:
     model.register_forward_hook(connection)
 
 
-@pytest.mark.parametrize("level, comm", [("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
+@pytest.mark.parametrize("level, comm", [nightly("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
 def test_gradients_travel_without_waiting(level, comm, two_ranks):
     model, optimizer = prepared(f"msamp:{level}", layers=2)
     connect(model, two_ranks, comm)
