@@ -10,7 +10,7 @@ from gpu_rules import GPURules
 from test_scaled_weights import COMPUTE, DTYPES, SCALINGS, STORED, autocast, prepared
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from widths import nightly
+from widths import nightly, nightly_but
 
 from fp8_backends import prepare
 from fp8_backends.compute.native.linear import FP8Linear
@@ -95,7 +95,7 @@ def assert_same_states(states, others):
     assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reentrant):
@@ -128,7 +128,7 @@ def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
     assert compiled[3][1] == compiled[3][-1], "compiled again in a later step"
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_copies_train_on_their_own(scaling, stored, copied):
@@ -158,8 +158,8 @@ def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, store
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocast_dtype, monkeypatch):

@@ -95,7 +95,7 @@ def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, ex
         assert torch.equal(scaled[0].fp8_scaling, plain[0].fp8_scaling)
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
@@ -213,7 +213,7 @@ def test_an_empty_batch_gives_a_zero_gradient(stored):
 
 
 @pytest.mark.parametrize("override", [case for case in itertools.product((False, True), repeat=3) if not all(case)])
-@pytest.mark.parametrize("stored", ["plain", *STORED])
+@pytest.mark.parametrize("stored", ["plain", nightly("FP16"), "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_override_linear_precision_is_honoured_product_by_product(scaling, stored, override):
     model = prepared(layer(spread=0.1), scaling, STORED.get(stored), override_linear_precision=override)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import warm_process
 from intercepted import free_port
+from widths import nightly
 
 import fp8_backends
 
@@ -48,9 +49,9 @@ def written(output: Path) -> list[dict]:
     [
         ((*OURS, "--cpu", *TWO), 2, {}),
         ((*OURS, "--use_deepspeed", *ONE), 1, {}),
-        ((*STOCK, "--cpu"), 1, {}),
+        nightly((*STOCK, "--cpu"), 1, {}),
         ((*STOCK, "--multi_gpu", *TWO), 2, {"ACCELERATE_USE_CPU": "true"}),
-        ((*STOCK, "--use_deepspeed", *ONE), 1, {}),
+        nightly((*STOCK, "--use_deepspeed", *ONE), 1, {}),
     ],
     ids=lambda value: " ".join(value[1:5]) if isinstance(value, tuple) else "",
 )  # fmt: skip
@@ -233,7 +234,7 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
 @pytest.mark.parametrize(
     ("arguments", "flags", "code", "said"),
     [
-        ("none 2 {}", "", 1, TRAINED),
+        nightly("none 2 {}", "", 1, TRAINED),
         ("model 2 {}", "", 1, TRAINED),
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
