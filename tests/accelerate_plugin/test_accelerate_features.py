@@ -56,6 +56,7 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
     return cluster.get_cluster_input()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
     """The wizard's file as it is trains with `ao`; with another backend written into it, it means that one."""

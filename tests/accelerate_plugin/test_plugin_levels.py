@@ -29,6 +29,7 @@ def prepared(acc: Accelerator, lr: float = 5e-3, **options):
     return acc.prepare(model, optimizer, scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "autocast"), [*((level, "bf16") for level in LEVELS), *(("O2", "fp16"), ("O4", "fp16"), ("O3", "fp32"))]
 )

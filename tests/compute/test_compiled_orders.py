@@ -89,6 +89,7 @@ def assert_alike(compiled, eager, recomputed=0):
         assert all(torch.equal(state, eager_states[name]) for name, state in states.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
 def test_compiled_layers_keep_count_in_every_order(spec):
     orders = ("seq", "fifo", "lifo")
@@ -121,6 +122,7 @@ def test_so_does_inductor(spec):
         assert torch.equal(state[:, 1], eager[2][name][:, 1]) and state[:, 1].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_count_for_themselves(copied):
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")

@@ -79,7 +79,8 @@ def run(model, hidden, chosen, weights, dy, autocast=True):
     return y, hidden.grad, weights.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"])
 @pytest.mark.parametrize("backend", SCALINGS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, backend, dtype):
@@ -104,6 +105,7 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
     assert all(layer.fp8_products.tolist() == [3, 3, 3, 0] for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "scaling", "family"),
     [
@@ -204,6 +206,7 @@ def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
     assert (small - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.slow
 def test_each_product_can_stay_in_high_precision():
     hidden, chosen, weights = routed(40)
     dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -246,6 +249,7 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
     assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
@@ -285,6 +289,7 @@ def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
     assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
     made = []
@@ -337,6 +342,7 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=Non
     return calls.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
@@ -388,6 +394,7 @@ def _same_shape(target, source):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
@@ -519,6 +526,7 @@ def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on
     assert counts == compiled_counts == [[1, 1, 1, 0]] * 2
 
 
+@pytest.mark.slow
 def test_compiled_experts_record_what_eager_ones_do_where_forwards_come_before_backwards():
     states = []
     for compiles in (False, True):

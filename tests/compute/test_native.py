@@ -69,6 +69,7 @@ def test_accuracy_against_fp32(scaling, dtype):
     assert (layer.fp8_products[:3] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(
     "tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (1, 16, 16), nightly(50, 1, 3), (130, 303, 272)]

@@ -95,6 +95,7 @@ def assert_same_states(states, others):
     assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -294,6 +295,7 @@ def by_parts(model, x):
     return model.decoder(model.encoder(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler):
     losses, states = states_of_three_steps(nn.Module.__call__)

@@ -136,6 +136,7 @@ def test_one_scale_by_every_rule(rule, dtype, kind):
             assert made.transposed is None and same(made.along_rows().codes, expected.codes.t())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [DYNAMIC, POWER_OF_TWO])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cast_records_the_amax_in_a_state(compiled, rule):
@@ -172,6 +173,7 @@ def test_stored_data_are_cast_from_their_values(dtype):
             assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
@@ -254,6 +256,7 @@ def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
         assert graph.count("amax") == 1 and not any("aminmax" in name or "nan_to_num" in name for name in graph), graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])

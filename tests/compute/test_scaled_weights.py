@@ -82,6 +82,7 @@ def same(a, b):
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 @settings(max_examples=15)
 @given(exponent=st.integers(-40, 40), n_in=st.integers(1, 40), n_out=st.integers(1, 40), seed=st.integers(0, 99))
@@ -274,6 +275,7 @@ def test_inductor_makes_the_same_codes(scaling, stored):
     assert torch.equal(scaled[0].fp8_products, compiled[0].fp8_products)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stored", STORED)
 def test_compiled_evaluation_and_frozen_weights_equal_eagers(stored, training):

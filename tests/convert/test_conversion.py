@@ -357,6 +357,7 @@ def test_conversion_copies_no_weights(backend):
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", nightly_but(BACKENDS[:1], BACKENDS))
 def test_conversion_of_2000_layers_is_linear_in_layers(backend):
     """Twice the layers take at most 2.6 times as long: 2 plus room for a noisy machine."""

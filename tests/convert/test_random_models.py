@@ -218,6 +218,7 @@ def outcome(seed: int) -> tuple[str, list[str]]:
     return ("wrong", [f"{trained or f'seed {seed}'}", *found]) if found else ("right", [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of models without a layer for FP8, which train as they are
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_models_train_and_save_and_restore_as_in_plain_pytorch(group):

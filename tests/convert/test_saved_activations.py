@@ -157,6 +157,7 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
     return kept - weights * (2 if backend is None else 1)
 
 
+@pytest.mark.slow
 def test_a_llama_keeps_at_most_half_of_what_bf16_keeps():
     bf16 = kept_bytes()
     assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
@@ -240,6 +241,7 @@ def test_statistics_masks_weights_and_expanded_tensors_are_left_alone():
     assert len(packed) > 3 and {tuple(data.shape) for data in packed} == {(128, WIDTH)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
 def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(family, value):

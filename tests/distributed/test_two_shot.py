@@ -15,6 +15,7 @@ def test_the_collective(ranks, subtests):
     report(subtests, run("two_shot_checks.py", ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["independent", "correlated", "heavy-tailed", "rows of many sizes"])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 def test_the_mean_of_many_ranks_is_within_four_per_cent(ranks, kind):

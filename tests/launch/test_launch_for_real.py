@@ -139,6 +139,7 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "fp8_backends.accelerate_plugin.worker", *arguments, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_script_finds_itself_as_under_python(folder):
     """Everything it prints, its exit code included, is what it prints without us."""
     script = os.path.join("scripts", "curious.py")
@@ -168,6 +169,7 @@ def test_a_folder_with_a_main_file_runs(folder):
     assert worker("scripts", "x", cwd=folder).stdout == "8 ['x']\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -189,6 +191,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
         assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_script_is_that_of_the_launch(folder):
     (folder / "failing.py").write_text("import sys\nsys.exit(7)\n")
     done = run(*OURS, "--cpu", "failing.py", cwd=folder)
@@ -231,6 +234,7 @@ NO_PROOF = "unproven.py ended without a proof of FP8"
 TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "flags", "code", "said"),
     [
@@ -250,6 +254,7 @@ def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said
     assert "had defaults used instead" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_there_is_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
     assert done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr

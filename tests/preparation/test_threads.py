@@ -23,6 +23,7 @@ def no_profiler():
     cases.check_no_profiler()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -144,6 +144,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", nightly_but(["flag"], WAYS))
 def test_field_and_scaling_reach_the_layers(way, folder):
     arguments, environment = WAYS[way]

@@ -27,6 +27,7 @@ from fp8_backends.states.optimizers import convert
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}])
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_implementation_of_torch_is_taken(options, level):
@@ -57,6 +58,7 @@ def test_a_large_embedding_has_scaled_states_and_is_trained():
 # Stock's results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("maximize", [False, nightly(True)])
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -288,6 +290,7 @@ def test_another_models_checkpoint_is_named():
 # Small learning rates, in training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.0, 0.05), ("nearest", 0.5, 1.0)])
 def test_an_audit_tells_what_rounding_swallows(rounding, least, most, caplog):
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ def assert_averages(found: dict, wanted: dict) -> None:
     torch.testing.assert_close(found, wanted, rtol=STEPS * 2**-23, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):

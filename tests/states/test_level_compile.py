@@ -35,6 +35,7 @@ def test_compiled_training_equals_eager_training(level):
     assert products[0] == products[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [nightly(True), False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_recomputation_changes_nothing(level, reentrant):

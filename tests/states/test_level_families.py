@@ -10,6 +10,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 STEPS = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_at_a_level(family, level):

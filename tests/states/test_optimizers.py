@@ -129,6 +129,7 @@ options = {
 CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize("kind", CLASSES)
 @settings(max_examples=12, deadline=None)
@@ -186,6 +187,7 @@ def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, level, m
     assert_equal(weights_after_steps(kind, level), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
@@ -248,6 +250,7 @@ def test_converted_classes_are_named_after_their_stock_classes():
     assert type(prepared("lion", "O2")[1]).__name__ == "ScaledLion"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize(
     ("level", "dtype"), [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)]
@@ -317,6 +320,7 @@ def test_states_of_a_stock_optimizer_stay_when_it_is_prepared(kind, name, steps)
     assert optimizer.state[model[0].weight]["step"] == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [nightly(torch.inf), torch.nan])
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]

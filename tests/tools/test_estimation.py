@@ -189,6 +189,7 @@ def test_temporary_copies_of_a_kernel_do_not_count():
     assert values.nbytes + made.codes.nbytes <= most < 1.01 * (values.nbytes + made.codes.nbytes)
 
 
+@pytest.mark.slow
 def test_grouped_queries_are_neither_repeated_nor_masked():
     """Saved bytes of a causal model without padding are proportional to the tokens, not to the sequence's square."""
     config = llama(num_attention_heads=8, num_key_value_heads=1)

@@ -59,6 +59,7 @@ def test_training_lowers_the_loss_in_every_backend(tmp_path):
         assert len(losses) == 40 and sum(losses[-5:]) / 5 < losses[0] - 1.0
 
 
+@pytest.mark.slow
 def test_peak_memory_falls_where_inputs_are_saved_in_fp8(tmp_path):
     # 16 x 64 tokens: activations outweigh the tiny model's weights
     comparison = compared(tmp_path, "native:dynamic", seeds=1, steps=1, batch=16, sequence=64)
