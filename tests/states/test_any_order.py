@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
