@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.config import cluster
 from accelerate.test_utils import path_in_accelerate_package
 from feature_table import BACKENDS, FEATURES, Feature
+from widths import nightly
 
 from fp8_backends.tools.config import read
 
@@ -92,7 +93,9 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, processes", [("native:delayed", 1), ("ao:tensorwise", 2), ("msamp:O2", 1)])
+@pytest.mark.parametrize(
+    "backend, processes", [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)]
+)
 def test_accelerate_test(backend, processes, tmp_path):
     """The script that `accelerate test` starts, here by `fp8-backends launch`."""
     feature = row("accelerate_test")

@@ -111,8 +111,8 @@ def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, 
     assert_alike(run(spec, [order], "aot_eager", checkpointed, whole), eager, 12 * checkpointed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [nightly("native:dynamic"), "native:delayed"])
+@pytest.mark.nightly  # `test_scaled_weights.py` trains by Inductor in the default run
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
 def test_so_does_inductor(spec):
     """Its sums differ in the last bits: losses, scales and histories agree to 1 %."""
     (eager,), (compiled,) = (run(spec, ["lifo"], compiler) for compiler in (None, "inductor"))

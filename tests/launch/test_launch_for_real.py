@@ -243,7 +243,7 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
         ("model,optimizer 2 {}", "", 0, ""),
-        ("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
+        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
     ],
 )
 def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):
