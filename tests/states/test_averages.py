@@ -9,6 +9,7 @@ import pytest
 import torch
 from level_steps import mlp, train, values_of
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from widths import nightly
 
 import fp8_backends
 
@@ -70,7 +71,7 @@ def test_an_average_made_before_prepare_finds_the_buffers_that_it_has(backend):
 
 
 @pytest.mark.slow  # loading diffusers
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, nightly(True)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit(backend, foreach):
     from diffusers.training_utils import EMAModel
