@@ -100,7 +100,7 @@ def test_compiled_layers_keep_count_in_every_order(spec):
 @pytest.mark.parametrize(
     "spec,order,checkpointed,whole",
     [
-        ("msamp:O1", "fifo", False, True),
+        nightly("msamp:O1", "fifo", False, True),
         nightly("native:delayed", "lifo", False, False),
         nightly("native:dynamic", "lifo", True, False),
         ("native:delayed", "seq", True, False),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.convert import saved_activations
@@ -284,7 +285,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what,backend,tensors", [("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
+    "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
 )
 def test_compiled_code_is_left_alone(what, backend, tensors):
     """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""
