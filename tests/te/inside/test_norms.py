@@ -130,7 +130,7 @@ def test_shared_frozen_and_hooked_norms_survive():
     model.other.tied = model.norm.weight
     prepare(model, None, "te")
     assert model.again is model.norm and not model.norm.weight.requires_grad and model.other.tied is model.norm.weight
-    assert [each.names for each in norms_of(model)] == [("norm", "again")]
+    assert [(each.name, each.aliases) for each in norms_of(model)] == [("norm", ("again",))]
     model(values()).sum().backward()
     assert calls == ["hook"] and model.norm.weight.grad is None and model.linear.weight.grad is not None
 
