@@ -218,6 +218,7 @@ def test_the_largest_size_that_fits_is_found_where_the_peak_bends(of_weights, of
     assert found == exact and exact + 1 in tried and len(tried_sizes) == len(set(tried_sizes)) <= 12
 
 
+@pytest.mark.slow
 def test_every_step_and_every_rank_has_its_own_text_and_every_backend_the_same():
     text = training.Text(64)
     first = text.batch(4, step=0)

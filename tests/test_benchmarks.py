@@ -47,7 +47,7 @@ def records(folder):
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     """Products, steps, kernels and the largest batch; the report reads what they leave."""
     done = rehearse("gpu/run.sh", "--cpu", "--only", "first,speed,fit", "--out", str(tmp_path))
@@ -80,7 +80,7 @@ def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(group.split(","))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
     """Those whose scripts the rehearsal of the GPU's run does not start."""
     names = ["import_time", "comm", "overhead", "prepare", "by_ranks"]
@@ -96,7 +96,7 @@ def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
     assert {each["ranks"] for each in found[f"by_ranks_cpu_{features}"]["results"]} == {1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
     """In new interpreters: such a CPU is made as Python starts."""
     without = {"PYTHON": sys.executable, "PYTHONPATH": str(BENCHMARKS.parent / "tests" / "without_bf16")}
@@ -113,7 +113,7 @@ def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
     assert unpaired == {"bf16"} and "Plain bf16 ran once" in tables.TABLES["linear"](found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gpu_check_fails_on_a_hidden_overflow():
     """Planted: a non-finite tensor gets an ordinary scale, so its inf saturates without a trace."""
     planted = "fp8_backends.kernels.quantize"
@@ -150,7 +150,7 @@ torch.multiprocessing.get_context = lambda spawn: of("fork")  # without the seco
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finetune_pairs_each_backend_with_plain_training(tiny_encoder, tmp_path):
     settings = ["--steps", "3", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
     result = tmp_path / "result.json"
@@ -171,7 +171,7 @@ def test_finetune_pairs_each_backend_with_plain_training(tiny_encoder, tmp_path)
     assert str(tiny_encoder) not in result.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_falls_with_the_level(tmp_path):
     settings = ["--hidden", "128", "--layers", "8", "--vocabulary", "64", "--sequence", "16"]
     result = tmp_path / "result.json"
@@ -185,7 +185,7 @@ def test_memory_falls_with_the_level(tmp_path):
         assert at_rest <= peak < at_rest + 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
     """Convolutions, and a Linear that takes FP8; no configuration describes it."""
 
@@ -211,7 +211,7 @@ def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
         assert estimated == pytest.approx(measured, rel=0.1), backend
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
     done = run("reliability/cache_attacks.py", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -221,7 +221,7 @@ def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
     assert all(attack["trials"] or attack["note"].startswith("not tried") for attack in attacks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
     """Planted: nobody looks to whom folders belong."""
     code = "from fp8_backends.kernels import adam_cpu as cpu_library\n"
@@ -236,7 +236,7 @@ checkpoints.checked = lambda folder: True
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)])
 def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, code, tmp_path):
     done = run(f"reliability/{script}.py", "--quick", "--out", str(tmp_path), code=code)
@@ -246,7 +246,7 @@ def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, cod
     assert record["results"] and record["machine"]["torch"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_monitor_costs(tmp_path):
     done = run("reliability/monitor_cost.py", "--quick", "--out", str(tmp_path))
     (record,) = records(tmp_path).values()
@@ -255,7 +255,7 @@ def test_what_the_monitor_costs(tmp_path):
     assert done.returncode == bool(costly), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_comparison_becomes_one_row_a_level(tmp_path):
     comparison = compared(tmp_path, "msamp:O2", steps=1)
     plain, level = found = levels_loss.found_of(comparison.results)
@@ -267,7 +267,7 @@ def test_a_comparison_becomes_one_row_a_level(tmp_path):
     assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_are_trained_weighed_and_paired():
     settings = argparse.Namespace(steps=1, lr=1e-3, sequence=16, batch=2, held_out=2)
     runs = [
@@ -284,7 +284,7 @@ def test_experts_are_trained_weighed_and_paired():
     assert f"Mixtral  ``msamp:O4``  {level['held_out_loss']:.4f}" in written
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_run_is_paired_and_its_scales_follow_their_values():
     settings = argparse.Namespace(steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4)
     plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))

@@ -23,6 +23,7 @@ def explode(value):
     raise KeyError(value)
 
 
+@pytest.mark.nightly
 def test_two_hundred_cases_work_or_are_refused():
     with fuzz.quiet():
         fuzz.warm_up()

@@ -9,7 +9,7 @@ import warm_process
 SOAK = Path(__file__).resolve().parents[1] / "benchmarks" / "reliability" / "soak.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_saves_resumes_and_leaves_a_record(tmp_path):
     arguments = ("--quick", "--only", "native", "--recipe", "amax_history_len=4", "--out", str(tmp_path))
     done = warm_process.run(str(SOAK), *arguments)

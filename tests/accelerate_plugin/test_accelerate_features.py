@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.config import cluster
 from accelerate.test_utils import path_in_accelerate_package
 from feature_table import BACKENDS, FEATURES, Feature
+from widths import nightly
 
 from fp8_backends.tools.config import read
 
@@ -56,6 +57,7 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
     return cluster.get_cluster_input()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
     """The wizard's file as it is trains with `ao`; with another backend written into it, it means that one."""
@@ -91,7 +93,9 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, processes", [("native:delayed", 1), ("ao:tensorwise", 2), ("msamp:O2", 1)])
+@pytest.mark.parametrize(
+    "backend, processes", [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)]
+)
 def test_accelerate_test(backend, processes, tmp_path):
     """The script that `accelerate test` starts, here by `fp8-backends launch`."""
     feature = row("accelerate_test")

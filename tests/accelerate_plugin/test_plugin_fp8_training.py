@@ -235,6 +235,7 @@ def test_fp8_that_never_ran_raises_at_the_first_optimizer_step():
         train(accelerator, model, optimizer, batches(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
 def test_compiled_by_accelerate_gives_the_losses_of_eager(backend):
     losses = []

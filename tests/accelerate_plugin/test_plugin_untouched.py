@@ -54,6 +54,7 @@ def stock(outcome):
     return outcome("")
 
 
+@pytest.mark.slow
 def test_bf16_with_and_without_the_import_is_equal_to_the_bit(outcome, stock):
     assert "Accelerator object" in stock
     assert outcome("import fp8_backends") == stock

@@ -51,6 +51,7 @@ class Run:
         return [weights_of(self.model), *copy.deepcopy(states)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safetensors", [True, False])
 def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
     """`test_can_resume_training_with_folder`; a run loads into a model of its own, and again into itself."""

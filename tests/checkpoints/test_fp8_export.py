@@ -107,6 +107,7 @@ def test_stock_transformers_computes_with_the_written_values(format, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", BOTH)
 @pytest.mark.parametrize("spec", ["native:blockwise", "msamp:O3"])
 def test_a_loaded_checkpoint_trains_on_and_is_exported_again_to_the_bit(spec, format, tmp_path):
@@ -177,6 +178,7 @@ def test_unequal_scales_are_not_cut_into_other_blocks(tmp_path):
     assert all(torch.equal(loaded[name], value) for name, value in written.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ao", "native:mxfp8", "native:rowwise"])
 def test_other_codes_are_rounded_from_the_weights_and_said_to_be(spec, tmp_path, capsys):
     model = trained(spec)

@@ -12,7 +12,7 @@ import warm_process
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "comm.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bytes_and_a_trace_of_two_ranks(tmp_path):
     trace = [("layers", 3), ("width", 128), ("rows", 32)]
     options = [text for name, value in trace for text in (f"--trace-{name}", str(value))]

@@ -67,3 +67,13 @@ def test_the_workflow_runs_every_entry_by_the_one_command():
     workflow = (ROOT / ".github" / "workflows" / "compatibility.yml").read_text()
     assert "tests/compatibility/matrix.json" in workflow
     assert 'python tests/compatibility/run.py "${{ matrix.name }}"' in workflow
+
+
+def test_ci_and_the_workflow_run_the_nightly_tests():
+    command = "-n 2 --dist worksteal -m nightly"
+    workflow = (ROOT / ".github" / "workflows" / "compatibility.yml").read_text()
+    ((entry, arguments),) = re.findall(r"run\.py (\w+) -- (.*)$", workflow, re.M)
+    assert arguments == command and MATRIX[entry]["python"] == "3.11"
+    assert re.findall(r'python-version: "(3\.\d+)"', workflow) == ["3.11"]
+    assert f"python -m pytest tests {command}" in (ROOT / ".ci" / "run").read_text()
+    assert '-m "not nightly"' in setup_cfg()["tool:pytest"]["addopts"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from widths import nightly
 
 from fp8_backends import prepare
 from fp8_backends.compute.native.backend import NativeCompute
@@ -88,6 +89,7 @@ def assert_alike(compiled, eager, recomputed=0):
         assert all(torch.equal(state, eager_states[name]) for name, state in states.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
 def test_compiled_layers_keep_count_in_every_order(spec):
     orders = ("seq", "fifo", "lifo")
@@ -98,9 +100,9 @@ def test_compiled_layers_keep_count_in_every_order(spec):
 @pytest.mark.parametrize(
     "spec,order,checkpointed,whole",
     [
-        ("msamp:O1", "fifo", False, True),
-        ("native:delayed", "lifo", False, False),
-        ("native:dynamic", "lifo", True, False),
+        nightly("msamp:O1", "fifo", False, True),
+        nightly("native:delayed", "lifo", False, False),
+        nightly("native:dynamic", "lifo", True, False),
         ("native:delayed", "seq", True, False),
     ],
 )
@@ -109,7 +111,7 @@ def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, 
     assert_alike(run(spec, [order], "aot_eager", checkpointed, whole), eager, 12 * checkpointed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `test_scaled_weights.py` trains by Inductor in the default run
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
 def test_so_does_inductor(spec):
     """Its sums differ in the last bits: losses, scales and histories agree to 1 %."""
@@ -120,6 +122,7 @@ def test_so_does_inductor(spec):
         assert torch.equal(state[:, 1], eager[2][name][:, 1]) and state[:, 1].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_count_for_themselves(copied):
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
@@ -133,7 +136,8 @@ def test_copies_count_for_themselves(copied):
     assert model[0].fp8_products.tolist() == [3, 0, 3, 0] and not list(model.buffers())
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:window"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [nightly("native:dynamic"), nightly("native:delayed"), "native:window"])
 def test_notes_of_compiled_code_lie_at_fixed_addresses(backend):
     """CUDA graphs (`mode="reduce-overhead"`) copy all other inputs, and refuse inputs changed openly: an operator's
     changes would stay in the copy."""

@@ -64,6 +64,7 @@ def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
     assert torch.equal(out, ours.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ao_trains_by_it_and_its_products_are_proven(calls, compiled):
     torch.manual_seed(0)

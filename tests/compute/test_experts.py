@@ -8,6 +8,7 @@ from expert_families import EXPERTS, Twin, make_experts, routed
 from gpu_rules import Calls, Context
 from model_families import WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import preparation
@@ -78,7 +79,8 @@ def run(model, hidden, chosen, weights, dy, autocast=True):
     return y, hidden.grad, weights.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"])
 @pytest.mark.parametrize("backend", SCALINGS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, backend, dtype):
@@ -103,6 +105,7 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
     assert all(layer.fp8_products.tolist() == [3, 3, 3, 0] for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "scaling", "family"),
     [
@@ -203,6 +206,7 @@ def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
     assert (small - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.slow
 def test_each_product_can_stay_in_high_precision():
     hidden, chosen, weights = routed(40)
     dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -245,6 +249,7 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
     assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
@@ -284,6 +289,7 @@ def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
     assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
     made = []
@@ -336,6 +342,7 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=Non
     return calls.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
@@ -387,6 +394,7 @@ def _same_shape(target, source):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
@@ -494,7 +502,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family,backend,on_gpu", [("mixtral", "native:window", True), ("gpt_oss", "native:mxfp8", False)]
+    "family,backend,on_gpu", [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)]
 )
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
     """With a GPU's padded groups and cast operators too."""
@@ -518,6 +526,7 @@ def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on
     assert counts == compiled_counts == [[1, 1, 1, 0]] * 2
 
 
+@pytest.mark.slow
 def test_compiled_experts_record_what_eager_ones_do_where_forwards_come_before_backwards():
     states = []
     for compiles in (False, True):

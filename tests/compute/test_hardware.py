@@ -162,6 +162,7 @@ def test_describe_names_device_and_versions(gpus):
     assert hardware.version("no-such-distribution-here") is None
 
 
+@pytest.mark.nightly
 def test_describe_imports_no_library():
     code = (
         "import fp8_backends.compute.hardware as h, sys; h.describe();"

@@ -70,6 +70,7 @@ def trained(model, optimizer, steps=3, microbatches=3):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_are_the_same_to_the_bit_and_each_step_casts_once(backend, casts):
     expected = trained(*made(backend, keep=False))
@@ -214,6 +215,7 @@ def test_a_moved_model_lets_go_of_its_memory():
     assert memory.expired()
 
 
+@pytest.mark.slow
 def test_compiled_code_makes_codes_in_its_graph(casts):
     torch._dynamo.reset()
     model, optimizer = made()

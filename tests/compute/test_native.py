@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from gpu_rules import GPURules
 from torch import nn
+from widths import nightly, nightly_but
 
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.formats.formats import RECIPE_FORMATS
@@ -68,8 +69,11 @@ def test_accuracy_against_fp32(scaling, dtype):
     assert (layer.fp8_products[:3] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
-@pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5), (1, 16, 16), (50, 1, 3), (130, 303, 272)])
+@pytest.mark.parametrize(
+    "tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (1, 16, 16), nightly(50, 1, 3), (130, 303, 272)]
+)
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
 def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp8_format):
     torch.manual_seed(tokens)
@@ -100,7 +104,7 @@ def test_what_shares_a_scale_with_larger_values(scaling):
     assert (layer.weight.grad != 0).all(1).tolist() == [True, False], "wgrad contracts the tokens"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 3), (2, 1, 3, 5), (0,), (2, 0)])
 def test_any_leading_dimensions_in_any_dtype(leading, scaling, dtype):
@@ -327,10 +331,10 @@ def test_integer_input_fails_as_it_does_in_a_plain_layer():
         fp8_linear(nn.Linear(16, 16))(torch.ones(2, 16, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5), (131, 303, 272)])
+@pytest.mark.parametrize("tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (131, 303, 272)])
 def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, tokens, n_in, n_out, monkeypatch):
     layer = fp8_linear(nn.Linear(n_in, n_out, dtype=dtype), scaling, fp8_format=fp8_format)
     x = torch.randn(tokens, n_in, dtype=dtype, requires_grad=True)

@@ -10,6 +10,7 @@ from gpu_rules import GPURules
 from test_scaled_weights import COMPUTE, DTYPES, SCALINGS, STORED, autocast, prepared
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from widths import nightly, nightly_but
 
 from fp8_backends import prepare
 from fp8_backends.compute.native.linear import FP8Linear
@@ -94,7 +95,8 @@ def assert_same_states(states, others):
     assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reentrant):
@@ -107,18 +109,13 @@ def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reen
     assert all(other[:3] == one[:3] and other[3] > 0 for one, other in zip(counts, again_counts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling,stored,use_reentrant",
     [
-        ("window", "FP16", None),
-        ("rowwise", "E4M3", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *(("dynamic", "FP16", None), ("delayed", "E4M3", None), ("blockwise", "FP16", None)),
-                *(("mxfp8", "E4M3", None), ("delayed", "plain", False), ("mxfp8", "plain", True)),
-            )
-        ),
+        *(("window", "FP16", None), ("delayed", "E4M3", None), ("mxfp8", "plain", True)),
+        *(nightly("rowwise", "E4M3", None), nightly("dynamic", "FP16", None), nightly("blockwise", "FP16", None)),
+        *(nightly("mxfp8", "E4M3", None), nightly("delayed", "plain", False)),
     ],
 )
 def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
@@ -132,7 +129,7 @@ def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
     assert compiled[3][1] == compiled[3][-1], "compiled again in a later step"
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_copies_train_on_their_own(scaling, stored, copied):
@@ -162,8 +159,8 @@ def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, store
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocast_dtype, monkeypatch):
@@ -248,7 +245,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
+@pytest.mark.parametrize("spec", [nightly("native:dynamic"), "msamp:O2"])
 def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
     """`dynamic=True` makes variables of numbers in objects too, and a backward cannot lift them."""
 
@@ -298,6 +295,7 @@ def by_parts(model, x):
     return model.decoder(model.encoder(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler):
     losses, states = states_of_three_steps(nn.Module.__call__)

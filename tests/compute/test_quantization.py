@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from widths import nightly_but
 
 from fp8_backends.compute import products
 from fp8_backends.formats import scaling
@@ -70,7 +71,7 @@ def same(ours, expected):
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_casts_are_the_references(fmt, size, dtype, kind):
@@ -121,7 +122,7 @@ def rule_and_scale(rule, x, fmt):
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO, WINDOW])
 def test_one_scale_by_every_rule(rule, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
@@ -135,6 +136,7 @@ def test_one_scale_by_every_rule(rule, dtype, kind):
             assert made.transposed is None and same(made.along_rows().codes, expected.codes.t())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [DYNAMIC, POWER_OF_TWO])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cast_records_the_amax_in_a_state(compiled, rule):
@@ -171,8 +173,9 @@ def test_stored_data_are_cast_from_their_values(dtype):
             assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
 def test_blocks_of_a_matrix_and_of_its_transpose(blocks, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
@@ -253,6 +256,7 @@ def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
         assert graph.count("amax") == 1 and not any("aminmax" in name or "nan_to_num" in name for name in graph), graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])

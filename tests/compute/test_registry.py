@@ -229,6 +229,7 @@ def test_entry_point_that_does_not_load_spoils_only_itself(monkeypatch):
         resolve("nativ")
 
 
+@pytest.mark.slow
 def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path, monkeypatch):
     """It is imported at its first use, and trains through `prepare`."""
     info = tmp_path / "tiny_fp8-1.0.dist-info"

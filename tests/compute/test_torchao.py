@@ -238,7 +238,7 @@ def test_an_emulating_config_trains_and_says_so():
     assert ao.TorchAOCompute().engine(model.up) == "emulated"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loading_torchao_prints_nothing():
     """Also where transformers imports it; and nothing else is dropped."""
     script = (

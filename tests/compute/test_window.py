@@ -77,6 +77,7 @@ def test_sixteen_steps_just_in_time_then_the_largest_of_the_last_sixteen(scales)
     assert row(model, INPUT) == (40, [0.0, *amaxes[:-16:-1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("at", [3, 20])
 def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, bad, at):
@@ -97,6 +98,7 @@ def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, b
     assert row(model, WEIGHT) == (0, [0.0] * WINDOW)
 
 
+@pytest.mark.slow
 def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
     """A layer that does not run, an expert without tokens, a gradient of zeros."""
     model = one_layer()
@@ -191,6 +193,7 @@ def test_evaluation_and_no_grad_leave_the_window_as_it_is():
     assert model[0].fp8_products[0] == 3 and torch.equal(model[0].fp8_scaling, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_after", [5, 18])
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved_after):
     batches = (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from widths import nightly
 
 from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
@@ -41,7 +42,7 @@ class ProductDtypes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("high_precision", [(False,) * 3, (True, False, False), (False, True, True)])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_of_fp8_layers_are_in_fp32_whatever_surrounds_them(backend, autocast, high_precision, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.native import NativeCompute
@@ -165,6 +166,7 @@ def head_alone_is_left(model: nn.Module, optimizer) -> bool:
     return len(ran) == 8 and list(audit.high_precision) == ["lm_head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"])
 def test_gpt2_trains_as_with_linear_layers_and_loads_into_stock_transformers(spec, tmp_path):
     """The same losses to the bit, rounded to nearest where a level stores."""
@@ -200,6 +202,7 @@ def test_a_level_stores_weights_and_gradients_as_they_lie(level):
     assert weight.shape == weight.grad.shape == (32, 96) and weight.grad._data.is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:delayed", "msamp:O3"])
 def test_a_checkpoint_of_accelerate_resumes_to_the_bit(spec, tmp_path):
     def run():
@@ -218,6 +221,7 @@ def test_a_checkpoint_of_accelerate_resumes_to_the_bit(spec, tmp_path):
     assert train(model, optimizer, "gpt2", steps=2) == unbroken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
 def test_copies_train_like_the_original(make):
     for spec in ("native:delayed", "ao:tensorwise"):
@@ -237,7 +241,7 @@ def test_recomputed_and_with_weight_casts_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:rowwise", "ao:tensorwise", "msamp:O3"])
+@pytest.mark.parametrize("spec", [nightly("native:rowwise"), "ao:tensorwise", "msamp:O3"])
 def test_compiled_without_a_graph_break(spec):
     results = []
     for compiles in (False, True):
@@ -265,6 +269,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
         return model.eval()(**batch("gpt2")).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
 def test_frozen_fp8_weights_below_adapters_that_merge(scaling):
     fields = {"scaling": scaling, "fp8_params": True}

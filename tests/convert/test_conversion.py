@@ -12,6 +12,7 @@ import torch
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, learns, mlp, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from widths import nightly_but
 
 from fp8_backends.compute.interface import Compute
 from fp8_backends.compute.native.backend import NativeCompute
@@ -356,7 +357,8 @@ def test_conversion_copies_no_weights(backend):
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", nightly_but(BACKENDS[:1], BACKENDS))
 def test_conversion_of_2000_layers_is_linear_in_layers(backend):
     """Twice the layers take at most 2.6 times as long: 2 plus room for a noisy machine."""
 

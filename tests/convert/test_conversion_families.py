@@ -46,6 +46,7 @@ def assert_products(prepared, model, steps=STEPS):
             assert layers[name].fp8_products.tolist() == [steps, steps, steps, 0], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):

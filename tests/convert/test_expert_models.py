@@ -43,6 +43,7 @@ def reasons(model):
     return {name.rsplit(".", 1)[-1]: reason for name, reason in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_train_in_fp8_counted_and_proven(family, capsys):
     """Losses near high precision, but unequal; every parameter moves; keys and objects stay."""
@@ -189,6 +190,7 @@ def stored_experts(model):
     return [(name, p) for name, p in model.named_parameters() if name in names("mixtral")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "family", "weight", "master", "states"),
     [
@@ -217,6 +219,7 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
     assert evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.slow), "O4"])
 def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
     """After accumulation, saving, loading, moves, copies, plain weights and restoring."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.head.deferred_logits import DeferredLogits
@@ -40,7 +41,8 @@ def step(model, optimizer):
     return output.loss.item(), output.logits
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2", "msamp:O3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2", nightly("msamp:O3")])
 @pytest.mark.parametrize("fields", [{}, FP8_HEAD], ids=["high precision", "FP8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_trains_as_the_ordinary_head_does(tied, fields, backend, capfd):

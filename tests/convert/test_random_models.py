@@ -21,6 +21,7 @@ from random_models import RandomModel
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
+from widths import nightly_but
 
 import fp8_backends
 from fp8_backends import FP8BackendError
@@ -218,8 +219,9 @@ def outcome(seed: int) -> tuple[str, list[str]]:
     return ("wrong", [f"{trained or f'seed {seed}'}", *found]) if found else ("right", [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of models without a layer for FP8, which train as they are
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", nightly_but(range(GROUPS // 2), range(GROUPS)))
 def test_random_models_train_and_save_and_restore_as_in_plain_pytorch(group):
     outcomes = {seed: outcome(seed) for seed in range(FIRST + group, LAST, GROUPS)}
     wrong = ["\n".join(words) for kind, words in outcomes.values() if kind == "wrong"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.convert import saved_activations
@@ -157,6 +158,7 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
     return kept - weights * (2 if backend is None else 1)
 
 
+@pytest.mark.slow
 def test_a_llama_keeps_at_most_half_of_what_bf16_keeps():
     bf16 = kept_bytes()
     assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
@@ -240,6 +242,7 @@ def test_statistics_masks_weights_and_expanded_tensors_are_left_alone():
     assert len(packed) > 3 and {tuple(data.shape) for data in packed} == {(128, WIDTH)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
 def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(family, value):
@@ -282,7 +285,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what,backend,tensors", [("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
+    "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
 )
 def test_compiled_code_is_left_alone(what, backend, tensors):
     """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""

@@ -202,6 +202,7 @@ def graph_of(result: torch.Tensor) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_operation_of_the_derivative_table_that_is_not_listed_is_exact_to_the_bit():
     """Each operation with a derivative is called in several ways. A new one is left alone, too."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})

@@ -246,7 +246,7 @@ def check_weights_partitioned_at_birth_are_converted():
 def check_compiled_engines_train_and_prove_it():
     """Of one layer beside the last: Dynamo traces the same code for each anew."""
     data = batches(3)
-    for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the others
+    for backend, stage in (("native:delayed", 3), ("ao:tensorwise", 1)):  # the nightly matrix has the others
         expected = train_alone(backend, data, layers=1)
         with accelerator(stage, backend, dynamo_backend="aot_eager") as acc, ranks.Said() as log:
             model = Blocks(layers=1)

@@ -41,7 +41,7 @@ class Engine(NamedTuple):
     """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
     native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
     in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
-    `deepspeed_checks.py` has the other kind under ZeRO-1 and ZeRO-2."""
+    `deepspeed_checks.py` has TorchAO under ZeRO-1 and native under ZeRO-3."""
     run: tuple[str, ...] | None = None
     """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""
     splits_rows: bool = True
@@ -57,6 +57,8 @@ class Engine(NamedTuple):
 
 
 _KINDS = ("native:delayed", "ao:tensorwise", "msamp:O2", "te:delayed")
+_DEFAULT = (*_KINDS, "msamp:O4", "te:delayed+msamp:O2")
+"""Under engines that run all backends; the nightly run has every cell."""
 ENGINES = {
     "single": Engine(
         (
@@ -68,7 +70,7 @@ ENGINES = {
     "DDP": Engine(("native:delayed", "ao:tensorwise", "msamp:O3", "te:delayed+msamp:O2")),
     "FSDP2": Engine(("native:delayed", "ao:tensorwise", "msamp:O4", "te:delayed")),
     "ZeRO-1": Engine(("native:dynamic",)),
-    "ZeRO-2": Engine(("ao:tensorwise",)),
+    "ZeRO-2": Engine(("native:delayed", "ao:tensorwise")),
     "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=("native:delayed", "msamp:O2", "te:delayed"), splits_rows=False),
@@ -91,6 +93,15 @@ def refusal(backend: str, engine: str, ability: str) -> str | None:
     if engine == split_models.PIPELINE and backend.startswith("te:delayed"):
         return "pipeline"
     return None
+
+
+def in_the_default_run(backend: str, engine: str) -> bool:
+    """Choose the cells of one kind each; `deepspeed_checks.py` has the other stages."""
+    return ENGINES[engine].run is not None or (backend in _DEFAULT and engine not in ("ZeRO-1", "ZeRO-2"))
+
+
+def compiled_in_the_default_run(backend: str, engine: str) -> bool:
+    return engine == "single" or (engine in ("DDP", "FSDP2") and backend in ("native:delayed", "msamp:O4"))
 
 
 class Block(nn.Module):
@@ -392,8 +403,8 @@ def check_refused(backend: str, engine: str, message: str) -> None:
         raise AssertionError(f"{backend} under {engine} was not refused")
 
 
-def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE) -> dict:
-    """Name -> function for every cell that is run."""
+def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE, nightly: bool = True) -> dict:
+    """Name -> function for every cell that is run, in the nightly run or in the default run."""
     made = {}
     for engine in engines:
         column = ENGINES[engine]
@@ -401,12 +412,14 @@ def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOL
             made["check_TPxDP_losses"] = check_losses_over_a_mesh_are_those_of_one_process
         for backend in (each for each in backends if column.run is None or each in column.run):
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
+            if not nightly and not in_the_default_run(backend, engine):
+                continue
             if message := refusal(backend, engine, "train"):
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
             elif engine == split_models.PIPELINE:
                 made[name] = lambda b=backend: check_pipeline(b)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if backend in column.compiled:
+                if backend in column.compiled and (nightly or compiled_in_the_default_run(backend, engine)):
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

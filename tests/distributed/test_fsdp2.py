@@ -41,12 +41,14 @@ def test_fsdp2_on_a_hybrid_mesh(subtests):
         report(subtests, run(file, 4, "hybrid_mesh"))
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_resumes_on_one_and_four(subtests, tmp_path):
+@pytest.mark.parametrize(
+    "numbers", [pytest.param((1,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.nightly)]
+)
+def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(numbers, subtests, tmp_path):
     folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
     written = run("fsdp2_checks.py", 2, "write_checkpoints", **folder)
     report(subtests, written)
-    for readers in (1, 4):
+    for readers in numbers:
         read = run("fsdp2_checks.py", readers, "read_checkpoints", **folder)
         report(subtests, read)
         for level, losses in written["write_checkpoints"]["figures"].items():

@@ -6,11 +6,18 @@ import matrix
 import pytest
 from ranks import report, run
 
+DEFAULT = [engine for engine in matrix.WHOLE if matrix.checks(engines=(engine,), nightly=False)]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", matrix.WHOLE)
-def test_each_backend_under(engine, subtests):
-    names = [name for name in matrix.checks() if name.startswith(f"check_{engine.replace('-', '')}_")]
+
+@pytest.mark.parametrize(
+    ("engine", "nightly"),
+    [
+        *(pytest.param(engine, False, marks=pytest.mark.slow) for engine in DEFAULT),
+        *(pytest.param(engine, True, marks=pytest.mark.nightly) for engine in matrix.WHOLE),
+    ],
+)
+def test_each_backend_under(engine, nightly, subtests):
+    names = list(matrix.checks(engines=(engine,), nightly=nightly))
     outcome = run("matrix_checks.py", {"single": 1, "TPxDP": 4}.get(engine, 2), *names)
     report(subtests, outcome)
     assert list(outcome) == names

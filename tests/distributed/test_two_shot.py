@@ -6,14 +6,16 @@ import pytest
 import torch
 import two_shot_checks
 from ranks import report, run
+from widths import nightly
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, nightly(8)])
 def test_the_collective(ranks, subtests):
     report(subtests, run("two_shot_checks.py", ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["independent", "correlated", "heavy-tailed", "rows of many sizes"])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 def test_the_mean_of_many_ranks_is_within_four_per_cent(ranks, kind):

@@ -14,6 +14,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks
 from torch.distributed.run import get_args_parser
+from widths import nightly_but
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, parse, recipe_fields
 from fp8_backends.recipes.fields import FIELDS
@@ -66,12 +67,14 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 """Two processes on one port of torchrun's choice; the script there names its recipe."""
 
 
-@pytest.mark.parametrize("line", TRAINS_HERE)
+@pytest.mark.slow
+@pytest.mark.parametrize("line", nightly_but([next(iter(TRAINS_HERE))], TRAINS_HERE))
 def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
     assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
 
 
+@pytest.mark.nightly
 def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)
@@ -137,7 +140,7 @@ def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_guide_shows_the_printed_estimates(folder, capsys):
     guide = GUIDES / "estimate.rst"
     ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
@@ -186,6 +189,7 @@ def test_the_checkpoint_command_lists_its_folder(folder, capsys):
     assert main(words) == 0 and "checkpoint_0" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
 def test_every_benchmark_has_its_shown_options(line, folder):
     _, script, *arguments = shlex.split(line)
@@ -201,8 +205,9 @@ def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
         words = shlex.split(line)
         assert all((ROOT / word).exists() for word in words if "/" in word and "::" not in word and "=" not in word)
     markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
-    used = {marker for line in lines for marker in re.findall(r'-m "(?:not )?(\w+)"', line)}
-    assert "slow" in used and used <= markers
+    expressions = re.findall(r' -m (?!pytest|sphinx)("[^"]+"|\w+)', "\n".join(lines))
+    used = {word for expression in expressions for word in re.findall(r"\w+", expression)} - {"not", "and", "or"}
+    assert used == markers & {"slow", "nightly"} == {"slow", "nightly"}
 
 
 def test_brackets_in_arguments_of_pip_are_quoted():

@@ -13,6 +13,7 @@ import warm_process
 from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, literal_blocks
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
+from widths import nightly_but
 
 from fp8_backends.compute import products
 from fp8_backends.compute.experts.grouped_products import SCALED_GROUPED_MM
@@ -81,7 +82,8 @@ def test_a_guide_shows_its_generated_part(document):
         assert generated.between(name, table()) in text
 
 
-@pytest.mark.parametrize("block", code_blocks("python"), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", nightly_but(code_blocks("python", README), code_blocks("python")), ids=str)
 def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
     start = []
     if ranks := re.match(r"# torchrun --nproc_per_node (\d)", block.text):
@@ -107,7 +109,7 @@ def test_the_readme_shows_the_printed_proof_line(tmp_path):
     assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_guides_build_as_web_pages_without_a_warning_and_link_to_each_other(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "doctrees"), str(GUIDES)]
     built = subprocess.run([*command, str(tmp_path / "html")], capture_output=True, text=True, timeout=240)

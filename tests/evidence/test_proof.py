@@ -119,6 +119,7 @@ def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
     assert capfd.readouterr().err.startswith("ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_step_inside_backward_claims_nothing_before_all_gradients_have_come(compiled, capfd):
     torch._dynamo.reset()
@@ -224,6 +225,7 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
     assert counts(model) == counts(eager)
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capfd):
     """Dynamo compiles a function eight times and no more: with a hook of its own in each layer, the ninth ran eager."""
     torch._dynamo.reset()
@@ -241,6 +243,7 @@ def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capf
     assert "10/10 Linear" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "whole"), [*((spec, True) for spec in BACKENDS), ("native:dynamic", False)])
 def test_the_proof_recompiles_nothing(spec, whole):
     torch._dynamo.reset()

@@ -36,6 +36,7 @@ def test_the_table_of_formats_is_pytorchs():
         assert fmt.max_bits == torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(FP32, min_size=1, max_size=64))
 @settings(max_examples=150)
@@ -56,6 +57,7 @@ def test_cast_of_every_midpoint_goes_to_the_even_code(fmt):
     assert (bits(saturating_cast(midpoints, fmt)) % 2 == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(amax=st.one_of(FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])))
 @settings(max_examples=200)
@@ -65,6 +67,7 @@ def test_scale_equals_the_reference_to_the_bit(fmt, amax):
     assert math.isfinite(ours.item()) and ours.item() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUANTIZERS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
@@ -117,6 +120,7 @@ def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
 AMAX = st.one_of(st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.sampled_from([0.0, math.inf, math.nan]))
 
 
+@pytest.mark.slow
 @given(
     amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=40),
     length=st.integers(1, 9),
@@ -186,6 +190,7 @@ def test_a_power_of_two_that_leaves_the_amax_in_range(fmt, expected):
         assert torch.isfinite(scale) and torch.isfinite(scale.reciprocal()) and scale.reciprocal() > 2.0**-127
 
 
+@pytest.mark.slow
 @given(amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60), microbatches=st.integers(1, 3))
 @settings(max_examples=150)
 def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):

@@ -48,6 +48,7 @@ def equal_to_reference(x, blocks, fmt):
     assert_same(ours, reference.quantize_blocks(x, fmt, blocks.rows, blocks.columns))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
@@ -62,6 +63,7 @@ EDGES = [0.0, math.inf, math.nan, 2.0**-149, 2.0**-127, 2.0**-126, 448.0, 57344.
 VALUE = st.one_of(st.floats(width=32), st.sampled_from([sign * edge for edge in EDGES for sign in (1, -1)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(VALUE, min_size=1, max_size=40))
 @settings(max_examples=150)

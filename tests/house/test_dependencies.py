@@ -120,6 +120,7 @@ def spdx(text: str) -> str:
     return next((name for name, spelling in FAMILIES.items() if re.fullmatch(spelling, text, re.I)), text)
 
 
+@pytest.mark.slow
 def test_every_import_is_of_a_declared_package():
     modules = {module_of(name) for name in every_requirement()} | set(BROUGHT_BY)
     assert {name: files for name, files in third_party_imports().items() if name not in modules} == {}

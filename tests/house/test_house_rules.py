@@ -182,6 +182,7 @@ def test_rule_7_what_is_saved_is_plain(backend, tmp_path):
     assert [step(model, optimizer, s) for s in (3, 4)] == [step(resumed, resumed_optimizer, s) for s in (3, 4)]
 
 
+@pytest.mark.slow
 def test_rule_8_only_official_extension_points_and_one_patch():
     """The import changes one attribute of Accelerate and none of PyTorch's classes."""
     script = """

@@ -49,6 +49,7 @@ def import_run():
     return run(OBSERVED_IMPORT)
 
 
+@pytest.mark.slow
 def test_import_prints_nothing_and_loads_nothing_heavy(import_run):
     """Beside its own modules the package loads what `import accelerate` loads, and nothing else of another library."""
     (line,) = import_run.stdout.splitlines()
@@ -65,6 +66,7 @@ def test_import_takes_at_most_a_third_longer_than_accelerates(import_run):
     assert min(ratios) < 0.3
 
 
+@pytest.mark.slow
 def test_import_connects_and_the_environment_variable_leaves_accelerate_untouched(import_run):
     assert json.loads(import_run.stdout)["patched"]
     assert not json.loads(run(OBSERVED_IMPORT, FP8_BACKENDS_DISABLE="1").stdout)["patched"]
@@ -107,6 +109,7 @@ print("all there")
 """
 
 
+@pytest.mark.slow
 def test_names_that_the_guides_give_are_there_after_a_plain_import():
     assert run(NAMES_OF_THE_GUIDES).stdout == "all there\n"
 

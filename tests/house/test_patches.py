@@ -135,6 +135,7 @@ def patched_files(root: Path) -> dict[str, set[str]]:
     return {name: found for name, found in files.items() if found}
 
 
+@pytest.mark.slow
 def test_the_list_names_the_files_that_patch_and_no_others():
     named = set(re.findall(r"``([a-z_0-9/]+\.py)``", LIST.read_text(encoding="utf-8")))
     found = patched_files(ROOT)

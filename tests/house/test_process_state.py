@@ -181,6 +181,7 @@ def is_self(node: ast.Attribute) -> bool:
     return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
+@pytest.mark.slow
 def test_the_backend_registry_is_the_only_state_of_the_process():
     assert set(hidden_state(ROOT)) == ALLOWED
 

@@ -133,6 +133,7 @@ def listed() -> dict[str, set[str]]:
     return {file: set(re.findall(r"``([\w.]+)``", names)) for file, names in lines}
 
 
+@pytest.mark.slow
 def test_what_can_run_code_is_what_the_guide_to_security_names():
     assert found(ROOT) == listed()
 

@@ -100,7 +100,7 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_types_are_known_and_every_mistake_is_found(tmp_path):
     """In one test, since mypy reads PyTorch each time. The examples must be without fault."""
     errors = errors_of_mypy(tmp_path)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from test_adam_bounds import positive
 from torch._subclasses.fake_tensor import FakeTensorMode
+from widths import nightly, nightly_but
 
 from fp8_backends.kernels import adam_cpu
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot
@@ -27,7 +28,11 @@ SIZES = (3000, 1, 70_001, 16, 130)
 KINDS = [*((case, "adamw") for case in CASES), *((case, "adam") for case in ("O1", "O2", "O4"))]
 
 
-@pytest.mark.parametrize("case,options", KINDS)
+KEPT = [("O2", "adamw"), ("all blocks", "adamw"), ("bf16", "adamw"), ("O4", "adamw"), ("O1", "adam"), ("O4", "adam")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case,options", nightly_but(KEPT, KINDS))
 def test_all_parameters_are_stepped_to_the_bit(case, options):
     check(lambda: jobs(case, options, sizes=SIZES), steps=2)
 
@@ -38,6 +43,7 @@ def test_the_copy_of_a_master_is_cast_to_the_bit_with_the_scale_of_the_bound():
     assert 1 / 1.07 <= largest / measured(*ours[0].written)[0] <= 1.07
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     numel=some.integers(1, 300),
@@ -147,6 +153,7 @@ def test_jobs_without_a_kernel_are_left_to_pytorch():
     assert not any(isinstance(part, AdamTable) for part, _ in steps._parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states", "O4"])
 def test_a_parameter_of_several_chunks_and_of_several_parts_of_a_pass(case):
     """The passes work on 2**18 elements at a time, the kernels on 2**16."""
@@ -177,7 +184,7 @@ def test_an_empty_parameter_among_others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+@pytest.mark.parametrize("capability", ["AVX2", nightly("DEFAULT")])
 def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     adam_cpu._library.cache_clear()
@@ -225,6 +232,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
     assert [line.count("compiling the optimizer's step") for line in said] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_step_runs_eagerly(monkeypatch):
     """With one warning for each kind of parameters, not for each step."""
     monkeypatch.setenv("CXX", "no-such-compiler")

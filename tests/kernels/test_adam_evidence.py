@@ -71,6 +71,7 @@ def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
     return ((moved @ should) / (should @ should)).item(), (~ever[far]).float().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [5e-6, 2e-6])
 @pytest.mark.parametrize("level", LEVELS)
 def test_small_learning_rates_move_every_weight_as_far_as_fp32(lr, level):
@@ -78,6 +79,7 @@ def test_small_learning_rates_move_every_weight_as_far_as_fp32(lr, level):
     assert abs(projection - 1) < 0.05 and stuck == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr,lost,never_moved", [(5e-6, 0.2, 0.1), (2e-6, 0.5, 0.3)])
 def test_rounding_to_nearest_loses_them(lr, lost, never_moved):
     """MS-AMP's rounding, and why it is not the default. Stuck: never moved, though FP32 moved by over 4 FP16 steps."""
@@ -120,6 +122,7 @@ def test_gradients_that_span_1e_4_update_the_smallest_decade_as_fp32_does(consta
     assert abs(smallest_decade(1e-4, constant, block_size) - 1) < 0.1
 
 
+@pytest.mark.slow
 def test_even_1e_5_and_one_scale_a_tensor_is_enough():
     """Blocks of exp_avg are no better here, and at a span of 1e-6 the limit is the FP8 gradient, not the state."""
     assert all(abs(smallest_decade(1e-5, constant) - 1) < 0.1 for constant in (False, True))

@@ -24,6 +24,7 @@ def test_a_cuda_graph_does_not_record_them(monkeypatch):
             adam_hypers(rate, (0.9, 0.999), 1e-8, 0.01, [step], "cuda")
 
 
+@pytest.mark.slow
 def test_no_other_code_copies_from_pinned_memory():
     package = Path(fp8_backends.__file__).parent
     found = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import warm_process
 from intercepted import free_port
+from widths import nightly
 
 import fp8_backends
 
@@ -48,9 +49,9 @@ def written(output: Path) -> list[dict]:
     [
         ((*OURS, "--cpu", *TWO), 2, {}),
         ((*OURS, "--use_deepspeed", *ONE), 1, {}),
-        ((*STOCK, "--cpu"), 1, {}),
+        nightly((*STOCK, "--cpu"), 1, {}),
         ((*STOCK, "--multi_gpu", *TWO), 2, {"ACCELERATE_USE_CPU": "true"}),
-        ((*STOCK, "--use_deepspeed", *ONE), 1, {}),
+        nightly((*STOCK, "--use_deepspeed", *ONE), 1, {}),
     ],
     ids=lambda value: " ".join(value[1:5]) if isinstance(value, tuple) else "",
 )  # fmt: skip
@@ -76,7 +77,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path):
     assert [rank["recipe"]["name"] for rank in written(tmp_path / "output")] == ["msamp:O3"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cold_interpreter_needs_none_of_accelerates_libraries(tmp_path):
     """The real command in a real Python, where Accelerate finds no library for FP8."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")
@@ -138,6 +139,7 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "fp8_backends.accelerate_plugin.worker", *arguments, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_script_finds_itself_as_under_python(folder):
     """Everything it prints, its exit code included, is what it prints without us."""
     script = os.path.join("scripts", "curious.py")
@@ -167,6 +169,7 @@ def test_a_folder_with_a_main_file_runs(folder):
     assert worker("scripts", "x", cwd=folder).stdout == "8 ['x']\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -188,6 +191,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
         assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_script_is_that_of_the_launch(folder):
     (folder / "failing.py").write_text("import sys\nsys.exit(7)\n")
     done = run(*OURS, "--cpu", "failing.py", cwd=folder)
@@ -230,15 +234,16 @@ NO_PROOF = "unproven.py ended without a proof of FP8"
 TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "flags", "code", "said"),
     [
-        ("none 2 {}", "", 1, TRAINED),
+        nightly("none 2 {}", "", 1, TRAINED),
         ("model 2 {}", "", 1, TRAINED),
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
         ("model,optimizer 2 {}", "", 0, ""),
-        ("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
+        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
     ],
 )
 def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):
@@ -249,6 +254,7 @@ def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said
     assert "had defaults used instead" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_there_is_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
     assert done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 FAULTS = {3, 4, 5, 7, 19, 20, 21, 22, 23, 25, 26}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_fault_of_stock_accelerate_comes_through_a_launcher(subtests, tmp_path):
     paths = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -50,6 +50,7 @@ def batches(count=2, magnitude=1.0):
     return [torch.randn(32, 32, generator=torch.Generator().manual_seed(n)) * magnitude**n for n in range(count)]
 
 
+@pytest.mark.slow
 def test_the_layer_that_errs_is_found_and_kept_out():
     tried = []
     model = blocks(spiked=[3])
@@ -79,6 +80,7 @@ def unlike(magnitude):
     return model, data, loss
 
 
+@pytest.mark.slow
 def test_the_scaling_that_helps_is_found():
     model, data, loss = unlike(1024.0)
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)
@@ -266,7 +268,7 @@ def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
         fp8_backends.advise(given.pop("model"), given.pop("batches"), given.pop("spec"), **given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_shows_what_it_promises_on_its_quick_models(tmp_path):
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability" / "advise.py"
     ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)

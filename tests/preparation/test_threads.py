@@ -23,6 +23,7 @@ def no_profiler():
     cases.check_no_profiler()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -88,7 +89,7 @@ def test_gradients_of_one_model_add_up_over_threads(level, monkeypatch):
         assert (p.grad + 0 - q.grad).norm() < 0.05 * q.grad.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_and_threads():
     done = warm_process.run(str(RELIABILITY / "threads.py"), "--quick")
     assert done.returncode == 0, done.stdout

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import warm_process
+from widths import nightly_but
 
 SETUP = """
 [metadata]
@@ -143,7 +144,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", nightly_but(["flag"], WAYS))
 def test_field_and_scaling_reach_the_layers(way, folder):
     arguments, environment = WAYS[way]
     ended = run(folder, *arguments, **environment)

@@ -98,6 +98,7 @@ def test_strings_mean_the_same_in_any_case_and_canonical_names_resolve_to_themse
     assert resolve(recipe.name).name == recipe.name
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 def test_any_other_text_is_a_recipe_error_and_nothing_else(text):
     try:

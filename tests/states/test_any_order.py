@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -261,7 +262,7 @@ class AnyOrder(RuleBasedStateMachine):
             twin.data = plain(weight)  # an FP32 rounding of each operation is not to add up
 
 
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 TestAnyOrder.settings = settings(
     max_examples=int(os.environ.get("FP8_BACKENDS_RUNS", 40)),
     stateful_step_count=20,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from level_steps import mlp, train, values_of
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from widths import nightly
 
 import fp8_backends
 
@@ -26,6 +27,7 @@ def assert_averages(found: dict, wanted: dict) -> None:
     torch.testing.assert_close(found, wanted, rtol=STEPS * 2**-23, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
@@ -69,7 +71,7 @@ def test_an_average_made_before_prepare_finds_the_buffers_that_it_has(backend):
 
 
 @pytest.mark.slow  # loading diffusers
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, nightly(True)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit(backend, foreach):
     from diffusers.training_utils import EMAModel

@@ -54,6 +54,7 @@ def train_in_fp32(model, optimizer, seeds) -> list[float]:
     return [loss.item() for loss in losses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "spec, optimizer",

@@ -75,6 +75,7 @@ def test_steps_inside_backward_are_those_of_the_usual_order(level, waiting):
     assert_same(ours, usual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers_step_inside_backward_too(name, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
@@ -107,6 +108,7 @@ def test_gradients_lie_in_memory_one_at_a_time(monkeypatch):
     assert held == [0] * len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_of_both_kinds(use_reentrant, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)

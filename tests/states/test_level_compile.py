@@ -4,6 +4,7 @@ import pytest
 import torch
 from level_steps import LEVELS, assert_equal_states, prepared, train, values_of
 from torch.utils.checkpoint import checkpoint
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -13,8 +14,9 @@ STEPS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O2", "O4"])  # weights in FP16, as at O1; codes and what makes them exact, as at O3
+@pytest.mark.parametrize("level", [nightly("O2"), "O4"])
 def test_compiled_training_equals_eager_training(level):
+    """O2 has weights in FP16, as O1; O4 has codes and what makes them exact, as O3."""
     torch._dynamo.reset()
     graphs = []
 
@@ -33,7 +35,8 @@ def test_compiled_training_equals_eager_training(level):
     assert products[0] == products[1]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [nightly(True), False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_recomputation_changes_nothing(level, reentrant):
     model, optimizer = prepared(level)

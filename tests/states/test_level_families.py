@@ -3,6 +3,7 @@
 import pytest
 import torch
 from model_families import FAMILIES, build, train
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -10,7 +11,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 STEPS = 8
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [nightly("O2"), "O3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_at_a_level(family, level):
     """GPT-2 with its tied head: the embedding reads the scaled weight too."""

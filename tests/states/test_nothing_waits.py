@@ -19,6 +19,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.comm.backward import Agreement, BackwardPass
@@ -116,6 +117,7 @@ def first_step(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
 def test_a_step_waits_for_nothing(backend):
     """Two microbatches, a clip and the optimizer's step; in FP32, so that PyTorch steps the norms."""
@@ -141,6 +143,7 @@ def test_a_plain_number_takes_no_copy():
     assert meter.calls and not meter.waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["number", "copy", "list"])
 def test_the_meter_sees_what_waits(wait):
     """The wait is planted in a hook, inside backward."""
@@ -186,7 +189,8 @@ def connect(model: nn.Module, group, comm: str) -> None:
     model.register_forward_hook(connection)
 
 
-@pytest.mark.parametrize("level, comm", [("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("level, comm", [nightly("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
 def test_gradients_travel_without_waiting(level, comm, two_ranks):
     model, optimizer = prepared(f"msamp:{level}", layers=2)
     connect(model, two_ranks, comm)
@@ -229,11 +233,13 @@ def calls(layers: int, what: str, group=None) -> int:
     return meter.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["agreement", "unscale", "scale", "zero"])
 def test_calls_do_not_grow_with_the_number_of_layers(what, two_ranks):
     assert calls(2, what, two_ranks) == calls(4, what, two_ranks)
 
 
+@pytest.mark.slow
 def test_a_clip_takes_a_few_calls_for_each_weight():
     """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the scale's magnitude,
     and the scale times the factor. On a GPU a norm is two launches."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from level_steps import OPTIMIZERS, assert_equal_states, assert_rounded, loss_of, mlp, parameters_of, train
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
@@ -128,6 +129,7 @@ options = {
 CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize("kind", CLASSES)
 @settings(max_examples=12, deadline=None)
@@ -185,6 +187,7 @@ def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, level, m
     assert_equal(weights_after_steps(kind, level), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
@@ -247,6 +250,7 @@ def test_converted_classes_are_named_after_their_stock_classes():
     assert type(prepared("lion", "O2")[1]).__name__ == "ScaledLion"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize(
     ("level", "dtype"), [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)]
@@ -316,7 +320,8 @@ def test_states_of_a_stock_optimizer_stay_when_it_is_prepared(kind, name, steps)
     assert optimizer.state[model[0].weight]["step"] == steps
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [nightly(torch.inf), torch.nan])
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
 )

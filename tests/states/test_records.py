@@ -27,6 +27,7 @@ def measurements(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_a_record_is_measured_before_the_first_step_and_after_each_other_write_alone(measurements):
     model, optimizer = prepared("O2")
     train(model, optimizer, range(4))

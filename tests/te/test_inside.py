@@ -16,11 +16,17 @@ import warm_process
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
-def test_inside(te_site, subtests, tmp_path):
+@pytest.mark.parametrize(
+    "marked",
+    [
+        pytest.param("not nightly", marks=pytest.mark.slow),
+        pytest.param("nightly", marks=pytest.mark.nightly),
+    ],
+)
+def test_inside(marked, te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     process = warm_process.run(
-        *("-m", "pytest", str(HERE / "inside"), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"),
+        *("-m", "pytest", str(HERE / "inside"), "-q", "-m", marked, "-p", "no:cacheprovider", f"--junitxml={results}"),
         env={**os.environ, "TE_SITE": str(te_site)},
         cwd=HERE.parent.parent,
     )

@@ -16,10 +16,12 @@ from ranks import report, run  # noqa: E402
 ON_TWO_RANKS = tuple(engine for engine in matrix.ENGINES if engine not in ("single", "TPxDP"))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nightly", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("engines", [("single",), ON_TWO_RANKS], ids=len)
-def test_each_te_backend_under(engines, te_site, subtests):
-    names = list(matrix.checks(matrix.TE_BACKENDS, engines))
+def test_each_te_backend_under(engines, nightly, te_site, subtests):
+    names = list(matrix.checks(matrix.TE_BACKENDS, engines, nightly))
     outcome = run(str(HERE / "te_matrix_checks.py"), len(engines[:2]), *names, TE_SITE=str(te_site))
     report(subtests, outcome)
     assert list(outcome) == names

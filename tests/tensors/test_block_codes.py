@@ -130,6 +130,7 @@ def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.slow
 def test_gradients_pass_views_of_it_also_in_compiled_code():
     def loss(x, w):
         return (torch.nn.functional.linear(x, w) @ w[:, :5] @ w.t()[:5]).square().sum()

@@ -609,6 +609,7 @@ def test_asked_for_a_dtype_a_state_becomes_plain():
     assert weight.abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "level"), [("eager", "O2"), ("aot_eager", "O2"), ("aot_eager", "O4")])
 def test_compiles_without_graph_breaks(backend, level):
     weight = weights(level, values(8, 8))

@@ -68,7 +68,7 @@ def test_the_command_writes_results_and_page(options, tmp_path, capsys):
     assert "native:dynamic" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, tmp_path, ranks):
     command = [*options, "--backends", "native", "--steps", "10", "--seeds", "500", "--nproc", str(ranks)]
@@ -103,7 +103,7 @@ def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, t
     assert not _processes_in(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
     """In FP32 only the order of the sum over ranks differs."""
@@ -209,7 +209,7 @@ def started(tmp_path):
     return lambda ranks: Worker([str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_idle_worker_ends_with_its_standard_input(started, ranks):
@@ -219,7 +219,7 @@ def test_an_idle_worker_ends_with_its_standard_input(started, ranks):
     assert worker.process.returncode == 0 and list(worker.events("run")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     worker = started(1)
@@ -235,7 +235,7 @@ def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     comparing.dismiss([worker])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_a_killed_worker_drops_out(tmp_path):
     comparison = Comparison(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=2, seeds=3), tmp_path / "out")

@@ -133,6 +133,7 @@ self_test.main(sys.argv[1:])
 """
 
 
+@pytest.mark.nightly
 def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
     run = self_test.subprocess.Popen
 

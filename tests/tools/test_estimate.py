@@ -29,7 +29,7 @@ def printed_by(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
@@ -62,6 +62,7 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
 
 
+@pytest.mark.nightly
 def test_an_encoder_decoder_has_all_parameters_and_the_length_of_a_transcript(tmp_path, capsys):
     layers = {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()}
     config = WhisperConfig(**layers, d_model=64)
@@ -102,6 +103,7 @@ def test_invalid_arguments_exit_with_2_and_one_message(config, capsys, arguments
     assert "Traceback" not in printed.err and not printed.out
 
 
+@pytest.mark.nightly
 def test_a_model_of_images_has_no_sequence(tmp_path, capsys):
     ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], embedding_size=8).save_pretrained(tmp_path)
     code, printed = printed_by(capsys, str(tmp_path), "--sequence", "128")

@@ -83,7 +83,7 @@ sys.exit(any(main(["examples", name]) for name in sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path):
     """Run in an empty folder with the package from an unpacked wheel."""
     environment = {**os.environ, "PYTHONPATH": str(unpacked_wheel(tmp_path)), "HF_HUB_OFFLINE": "1"}

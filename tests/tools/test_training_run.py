@@ -9,6 +9,7 @@ import pytest
 import torch
 from tools.comparing import checks_by_name, compared, planted, tiny_settings
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.tools.compare import command as compare
@@ -50,6 +51,7 @@ def test_pairs_share_weights_and_data_and_seeds_do_not(comparison):
     assert len(set(starts["bf16"])) == 2
 
 
+@pytest.mark.nightly
 def test_training_lowers_the_loss_in_every_backend(tmp_path):
     comparison = compared(tmp_path, "native:rowwise", steps=40, seeds=1, lr=5e-3)
     for found in comparison.results["backends"].values():
@@ -57,6 +59,7 @@ def test_training_lowers_the_loss_in_every_backend(tmp_path):
         assert len(losses) == 40 and sum(losses[-5:]) / 5 < losses[0] - 1.0
 
 
+@pytest.mark.slow
 def test_peak_memory_falls_where_inputs_are_saved_in_fp8(tmp_path):
     # 16 x 64 tokens: activations outweigh the tiny model's weights
     comparison = compared(tmp_path, "native:dynamic", seeds=1, steps=1, batch=16, sequence=64)
@@ -73,7 +76,7 @@ def test_bytes_per_parameter_include_copies(comparison):
     assert 16 < rows["ao:tensorwise"] < rows["native:dynamic"] < rows["bf16"] < 18
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
+@pytest.mark.parametrize("backend", ["native:dynamic", nightly("msamp:O2")])
 def test_a_frozen_layer_fails(tmp_path, backend):
     # storing a weight in FP16 rounds it: that is no movement
     comparison = planted("frozen", tmp_path, backend, seeds=1)
@@ -83,7 +86,7 @@ def test_a_frozen_layer_fails(tmp_path, backend):
     assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "ao:tensorwise"])
+@pytest.mark.parametrize("backend", ["native:dynamic", nightly("ao:tensorwise")])
 def test_a_flipped_weight_gradient_fails(tmp_path, backend):
     comparison = planted("flipped-wgrad", tmp_path, backend, seeds=1, steps=2)
     passed = checks_by_name(comparison, backend)

@@ -42,6 +42,7 @@ class Asks(Trainer):
         return {"mixed_precision": "fp8", "kwargs_handlers": [*handlers, handler]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_every_weight_trains_in_fp8_over_bf16(recipe, replaces, compiled_anew, monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ OPTIONS = {
 """Options of Trainer, and whether its loss does without logits: its label smoother takes their logarithms itself."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_are_those_of_the_ordinary_head(name, launched, tmp_path, monkeypatch):
     options, is_fused = OPTIONS[name]
@@ -34,6 +35,7 @@ def test_losses_are_those_of_the_ordinary_head(name, launched, tmp_path, monkeyp
     assert losses["true"][-1] < losses["true"][0] - 0.2
 
 
+@pytest.mark.slow
 def test_a_subclass_may_read_the_logits(launched, tmp_path):
     from transformers import Trainer
 

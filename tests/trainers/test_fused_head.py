@@ -38,6 +38,7 @@ def with_kernels() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "ao", "msamp:O2"])
 def test_layers_count_and_the_heads_flops_do_not(backend, launched, tmp_path):
     launched(backend)
@@ -65,6 +66,7 @@ def test_a_head_that_is_named_and_passed_by_is_said_and_not_counted(launched, ca
     assert audit.flops_share < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["msamp:O2", "msamp:O3"])
 def test_a_head_in_scaled_precision_is_read_as_plain_values(backend, launched, tmp_path):
     """Level weights are ScaledTensors: what multiplies by them outside of their layer gets their values."""

@@ -44,6 +44,7 @@ def fit(spec, steps: int, model: Net | None = None, resume=None, **options) -> t
     return model, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O4"])
 def test_it_trains_in_fp8_as_prepare_does_and_resumes_to_the_bit(spec, tmp_path):
     model, trainer = fit(spec, 3)

@@ -28,6 +28,7 @@ def trained(folder, model=None, **given):
 BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3, "msamp:O4": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BYTES)
 def test_the_base_stays_and_the_adapters_train(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
@@ -49,6 +50,7 @@ def test_the_base_stays_and_the_adapters_train(backend, launched, tmp_path):
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
     launched("native", params="true")
     model = with_lora(llama().bfloat16()).bfloat16()
@@ -78,6 +80,7 @@ def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
         trained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed fp8_params", "msamp:O3"])
 def test_adapters_resume_bit_for_bit(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
@@ -91,6 +94,7 @@ def test_adapters_resume_bit_for_bit(backend, launched, tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
+@pytest.mark.slow
 def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     launched("native", params="true")
     trainer = trained(tmp_path / "run", bf16=True)
@@ -107,6 +111,7 @@ def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     assert loss_in_bf16(merged) == pytest.approx(loss, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_with_inputs_that_require_gradients(reentrant, launched, tmp_path):
     """PEFT's recipe for a frozen embedding; Trainer calls `enable_input_require_grads` too."""

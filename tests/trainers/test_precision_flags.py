@@ -21,6 +21,7 @@ def activations_of(model) -> list[torch.dtype]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"bf16": False}, {"fp16": True}], ids=str)
 def test_a_trainer_trains_in_fp8_over_the_precision_that_its_flags_name(launched, flags, tmp_path):
     trainer = trainer_for(tmp_path, max_steps=3, **flags)

@@ -77,6 +77,7 @@ def test_trackers_store_the_backend_and_the_share(launched):
     assert json.dumps(after.configuration)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
     """Two steps at a good rate, and a rate that ruins the model: the first checkpoint is the best one."""
     launched("native:delayed")
@@ -116,6 +117,7 @@ def plain_state(model) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "msamp:O3"])
 def test_what_is_pushed_is_a_plain_model(backend, launched, monkeypatch, tmp_path):
     """A push uploads the files of `save_model` and of checkpoints, while training runs."""
@@ -136,6 +138,7 @@ def test_what_is_pushed_is_a_plain_model(backend, launched, monkeypatch, tmp_pat
     assert len(hub.models) >= 2  # after a step, and at the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched, tmp_path):
     launched("native:delayed")
@@ -151,7 +154,7 @@ def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched
     assert all(counts == dict(fprop=3, dgrad=3, wgrad=3, recomputed=3) for counts in products.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_compiled_is_the_same_to_the_bit(launched, tmp_path):
     """By the compiler that generates no code, which runs what it has traced."""
     trainers = [
@@ -173,6 +176,7 @@ def test_logging_at_info_reaches_the_users_handler(launched, caplog, capsys, tmp
     assert "weight FLOPs" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generation_between_steps_changes_nothing(launched, tmp_path):
     """As TRL's online trainers and generating callbacks do it."""
     launched("native:delayed")

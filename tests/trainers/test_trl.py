@@ -61,6 +61,7 @@ def products_of(model) -> list[dict]:
     return list(products.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_sft_trains_in_fp8_over_the_bf16_that_trl_sets(backend, launched, capsys, tmp_path):
     launched(backend)
@@ -75,6 +76,7 @@ def test_sft_trains_in_fp8_over_the_bf16_that_trl_sets(backend, launched, capsys
     assert capsys.readouterr().err.count("weight FLOPs in FP8") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 @pytest.mark.parametrize("training", [True, False])
 def test_dpo_holds_on_to_its_reference(backend, training, launched, capsys, tmp_path):
@@ -102,6 +104,7 @@ def test_dpo_with_both_models_in_fp8_starts_from_equal_ones(launched, tmp_path):
     assert losses_of(trainer)[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_dpo_with_lora_has_the_frozen_base_as_its_reference(launched, tmp_path):
     launched("native", params="true")
     trainer = dpo(tmp_path, llama(), peft_config=LoraConfig(**LORA), learning_rate=2e-2)

@@ -67,14 +67,14 @@ def outcomes(tree: Path, folder: Path) -> dict[str, str | None]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_release_has_each_fault(tmp_path):
     said = outcomes(INSTALLED.parent, tmp_path)
     assert said.keys() == SHOWN.keys()
     assert {check: said[check] for check, shown in SHOWN.items() if shown not in (said[check] or "")} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_copy_with_the_patches_has_none(tmp_path):
     tree, folder = tmp_path / "tree", tmp_path / "written"
     folder.mkdir()

@@ -209,6 +209,7 @@ def test_values_that_are_clipped_name_their_layer_and_operand():
     assert [(fault.kind, fault.where) for fault in training.faults] == [("clipped", ("0 (input)",))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_guard_and_monitor_number_steps_alike_also_after_a_resume(backend, tmp_path):
@@ -266,6 +267,7 @@ def test_a_history_that_does_not_move_on_is_named():
     assert training.kinds == [(FROZEN + 3, "stuck")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
 def test_ordinary_events_set_nothing_off(backend):

@@ -263,6 +263,7 @@ def stance():
     return torch._dynamo.eval_frame._stance.stance
 
 
+@pytest.mark.slow
 def test_compiled_code_steps_aside_for_a_sampled_step_and_is_not_compiled_again(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file", every=3)
     compiled = torch.compile(model, backend="eager")

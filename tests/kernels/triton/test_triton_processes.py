@@ -20,14 +20,23 @@ import warm_process
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folder, variables", [("inside", {"TRITON_INTERPRET": "1"}), ("ahead", {})])
-def test_of(folder, variables, triton_site, subtests, tmp_path):
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.parametrize(
+    "folder, variables, marked",
+    [
+        pytest.param("inside", INTERPRETED, "not nightly", marks=pytest.mark.slow),
+        pytest.param("inside", INTERPRETED, "nightly", marks=pytest.mark.nightly),
+        pytest.param("ahead", {}, "not nightly", marks=pytest.mark.nightly),
+    ],
+)
+def test_of(folder, variables, marked, triton_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     path = os.pathsep.join([str(triton_site), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables |= {"TRITON_SITE": str(triton_site), "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     process = warm_process.run(
-        *("-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"),
+        *("-m", "pytest", str(HERE / folder), "-q", "-m", marked, "-p", "no:cacheprovider", f"--junitxml={results}"),
         env=os.environ | variables,
         cwd=HERE.parents[2],
         timeout=290,

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from te_models import BATCHES, adamw, losses, model
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import TERecipeKwargs, prepare
@@ -83,7 +84,7 @@ def test_what_is_saved_is_plain(tmp_path):
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in saved.items())
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "dynamic"])
+@pytest.mark.parametrize("scaling", ["delayed", nightly("dynamic")])
 def test_a_compiled_model_runs_in_fp8_and_proves_it(scaling, caplog):
     """TransformerEngine's layer is left out of the graphs; what lies between is compiled."""
     graphs = []

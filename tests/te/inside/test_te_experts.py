@@ -12,6 +12,7 @@ from expert_families import Twin, build, make_experts, routed
 from model_families import train
 from standin import compute_capability
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import BackendUnavailableError, FP8RecipeKwargs
@@ -70,7 +71,7 @@ def assert_equal_to_linears(family: str, spec: str, dtype: torch.dtype = torch.f
     return root
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [nightly("mixtral"), "gpt_oss"])
 @pytest.mark.parametrize(
     ("spec", "fields"),
     [
@@ -94,7 +95,7 @@ def test_bf16_and_mxfp8_are_linears_to_the_bit_too():
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("scaling", ["delayed", "blockwise"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [nightly("mixtral"), "gpt_oss"])
 def test_stored_weights_are_multiplied_as_linears_multiply_theirs_to_the_bit(family, scaling, level):
     """Linears that hold a part of the same data under the same scale. Gradients of weights are stored in E4M3."""
     root = make_experts(family)

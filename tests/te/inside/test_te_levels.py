@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch  # noqa: F401, before it is asked about the device
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -52,8 +53,8 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
     [
         ("O1", "delayed"),
         ("O2", "dynamic"),
-        ("O2", "blockwise"),
-        ("O3", "delayed"),
+        nightly("O2", "blockwise"),
+        nightly("O3", "delayed"),
         ("O3", "blockwise"),
         ("O4", "dynamic"),
     ],

@@ -1,0 +1,17 @@
+"""Cut wide parametrizations: one case of each kind in the default run, the others nightly."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def nightly(*values):
+    """Return a case of a parametrization that only the nightly run has."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def nightly_but(kept, cases):
+    """Return all cases, marked nightly unless they are in `kept`; a tuple has the values of several arguments."""
+    cases, kept = list(cases), list(kept)
+    assert all(case in cases for case in kept), "a case to keep is none of the cases"
+    return [case if case in kept else nightly(*(case if type(case) is tuple else (case,))) for case in cases]
