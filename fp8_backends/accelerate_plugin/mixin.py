@@ -22,7 +22,7 @@ from ..announcement import announce, is_main_process, logger
 from ..checkpoints import scaling_state
 from ..comm.ddp import leaves_nothing
 from ..compute import hardware
-from ..convert import conversion, stored_weights
+from ..convert import conversion, features, stored_weights
 from ..convert.conversion import weight_products
 from ..convert.weight_products import NEVER_IN_FP8, ConversionReport
 from ..errors import FP8BackendError, RecipeError
@@ -34,7 +34,6 @@ from ..rules.validate import Finding, findings
 from ..states import levels, original
 from ..states.checkpoint import unread_states, whole_states
 from ..torch_tools.optimizers import parameter_ids, steps_of
-from ..watch import guard, monitor
 from . import checkpoints, engines
 from .callers import running_trainer
 from .engines import setup_of, uses_deepspeed
@@ -250,7 +249,7 @@ class FP8Mixin(_RunTimeClass):
         if uses_deepspeed(self):
             engines.watch_engine(self)
             if self.fp8_engine_steps is not None:
-                self._log_statistics_of(self.fp8_engine_steps)
+                features.run("report_samples", self.fp8_engine_steps, self._log_samples)
             return
         for optimizer in map(_innermost, self._optimizers):
             models = list(self._models)  # under FSDP2 one, with gathered parameters that are not the optimizer's
@@ -259,7 +258,7 @@ class FP8Mixin(_RunTimeClass):
                 models = [model for model in models if any(id(p) in trained for p in model.parameters())]
             if models:
                 optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
-                self._log_statistics_of(optimizer)
+                features.run("report_samples", optimizer, self._log_samples)
             elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
             if self.has_whole_weights and self.gradient_accumulation_steps > 1 and not engines.shares_layers(self):
@@ -301,8 +300,7 @@ class FP8Mixin(_RunTimeClass):
                 for model in self._models:
                     levels.finish_accumulation(model.parameters())
             self.fp8_accumulates = not self.sync_gradients
-        if self.fp8_recipe.guard != "off":
-            guard.after_backward(map(_innermost, self._optimizers), loss, self.sync_gradients, self._save_at_fault)
+        features.run("after_backward", self, loss)
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
@@ -323,20 +321,9 @@ class FP8Mixin(_RunTimeClass):
                     f"write {_PREPARE}, or freeze a model that does not train"
                 )
 
-    def _save_at_fault(self, step: int) -> str | None:
-        """Save the training before the guard stops it, if the project has a folder; return the path."""
-        if self.project_dir is None:
-            return None
-        named = self.project_configuration.automatic_checkpoint_naming
-        return self.save_state(None if named else os.path.join(self.project_dir, f"guard_step_{step}"))
-
     def join_uneven_inputs(self, *args, **kwargs):
         """Join as Accelerate does. Raises `FP8BackendError` with a guard, whose ranks would wait for each other."""
-        if self.fp8_recipe.guard != "off" and self.num_processes > 1:
-            raise FP8BackendError(
-                "uneven inputs: a rank that has run out of them makes no steps, and at each the guard of the others "
-                'waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set guard="off"'
-            )
+        features.run("join_uneven_inputs", self)
         return super().join_uneven_inputs(*args, **kwargs)
 
     @contextmanager
@@ -454,11 +441,7 @@ class FP8Mixin(_RunTimeClass):
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
-    def _log_statistics_of(self, optimizer: torch.optim.Optimizer | engines.EngineSteps) -> None:
-        if sampled := monitor.monitor_of(optimizer):
-            sampled.report = self._log_statistics
-
-    def _log_statistics(self, values: dict[str, float], step: int) -> None:
+    def _log_samples(self, values: dict[str, float], step: int) -> None:
         if self.trackers:
             self.log(values, step=step)
 

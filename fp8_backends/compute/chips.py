@@ -231,18 +231,18 @@ NOTES = {
         "where it is older, install a PyTorch for a newer CUDA",
     ),
     "block-9.0": Note(
-        "block scales need compute capability 9.0 or higher", "use te:dynamic, or native:blockwise, which emulates them"
+        "block scales need compute capability 9.0 or higher", "use te:dynamic, or native:blockwise (emulated)"
     ),
     "block-cuda": Note(
         f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
-        "with an older one use te:dynamic, or native:blockwise, which emulates them then",
+        "with an older one use te:dynamic, or native:blockwise (emulated then)",
     ),
     "block-blackwell": Note(
         "TransformerEngine makes these products as MXFP8 ones", "their scales are powers of two, its default"
     ),
     "mxfp8": Note(
         "MXFP8 products are on compute capability 10 and 11 only",
-        "use te:dynamic or te:blockwise, or native:mxfp8, which emulates them",
+        "use te:dynamic or te:blockwise, or native:mxfp8 (emulated)",
     ),
     "mxfp8-cuda": Note(
         f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer", "with an older one they are emulated"
@@ -253,7 +253,7 @@ NOTES = {
     ),
     "rowwise-cpu": Note(
         f"TorchAO's rowwise products run on a CPU from torch {release(ROWWISE_CPU_TORCH)} on",
-        "with an older one install a newer torch, or use native:rowwise, which makes them by other means",
+        "with an older one install a newer torch, or use native:rowwise",
     ),
 }
 

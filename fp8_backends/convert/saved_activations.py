@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,7 @@ from ..recipes.fields import SAVED_ACTIVATIONS
 from ..tensors.saved_values import DTYPES, PackedValues, ValuesFunction, packed
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, is_traced, renumber
+from .features import FEATURES
 
 if TYPE_CHECKING:
     from .conversion import Prepared
@@ -132,6 +133,15 @@ def saved_bytes(root: nn.Module) -> SavedBytes | None:
     """Return the sizes packed in the last training forward of a prepared root; None if its recipe packs nothing."""
     hooks = root._forward_pre_hooks.values()
     return next((hook.packer.counted for hook in hooks if isinstance(hook, Start)), None)
+
+
+def audit(roots: list[nn.Module]) -> dict[str, dict[str, int]]:
+    """Return `Audit.saved_activations` for prepared roots."""
+    saved = [asdict(sizes) for sizes in map(saved_bytes, roots) if sizes is not None]
+    return {"saved_activations": {key: sum(sizes[key] for sizes in saved) for key in saved[0]}} if saved else {}
+
+
+FEATURES["saved_activations"].update(prepare_model=install, audit=audit)
 
 
 def _hooked_modules(root: nn.Module) -> list[nn.Module]:

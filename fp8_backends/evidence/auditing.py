@@ -13,7 +13,7 @@ from torch import nn
 
 from ..compute import registry
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
-from ..convert import conversion, saved_activations
+from ..convert import conversion, features
 from ..convert.first_step import Work
 from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8
 from ..states.gradient_release import is_dropped, is_released
@@ -164,9 +164,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     needed = sum(part.needed for part in flops)
     result.flops_share = sum(part.in_fp8 for part in flops) / needed if needed else 0.0
     _read_bytes(result, model, roots, optimizers)
-    saved = [sizes for _, root, _ in roots if (sizes := saved_activations.saved_bytes(root)) is not None]
-    if saved:
-        result.saved_activations = {key: sum(getattr(sizes, key) for sizes in saved) for key in asdict(saved[0])}
+    for fields in features.run("audit", [root for _, root, _ in roots]):
+        vars(result).update(fields)
     losses = [optimizer.lost_updates() for optimizer in optimizers if hasattr(optimizer, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:

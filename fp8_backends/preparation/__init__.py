@@ -15,7 +15,7 @@ from .. import rules
 from ..comm import fsdp2
 from ..compute import registry
 from ..compute.fields import flag, parsed
-from ..convert import conversion, quantized_layers, saved_activations, stored_weights
+from ..convert import conversion, features, quantized_layers, stored_weights
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
 from ..rules import preconditions
@@ -27,6 +27,9 @@ from . import optimizer_steps, ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
+
+features.load("convert")
+features.load("watch")
 
 
 def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
@@ -89,6 +92,6 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     quantized_layers.save_plain(model)
     root = conversion.unwrapped(model)
     stored_weights.store_weights(root, prepared)
-    saved_activations.install(root, prepared)
+    features.run("prepare_model", root, prepared)
     ranks.connect_ranks(model, recipe)
     return model

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoints import scaling_state
 from ..comm import ddp
-from ..convert import conversion
+from ..convert import conversion, features
 from ..convert.conversion import PREPARED, Prepared, prepared_roots
 from ..evidence import proof
 from ..recipes.handlers import Recipe
@@ -19,7 +19,6 @@ from ..states import gradient_release, levels, optimizers
 from ..tensors.scaled_tensor import ScaledTensor
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameter_ids, parameters_of, unwrapped
-from ..watch import guard, monitor
 from ..words import listed
 
 logger = logging.getLogger("fp8_backends")
@@ -52,9 +51,9 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
         wrappers = [wrapper for reference in references if reference is not None and (wrapper := reference())]
         by_ddp = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
         gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
-    guard.watch(models, inner, recipe)
+    features.run("before_proof", models, inner, recipe)
     proof.watch(models, optimizer)
-    monitor.watch(models, inner, recipe)
+    features.run("after_proof", models, inner, recipe)
     if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
         scaling_state.StateDictHooks(inner, after_step.modules_of)

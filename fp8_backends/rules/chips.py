@@ -41,15 +41,14 @@ CHIP_RULES = (
             and s.recipe.autocast_dtype != "fp32"
             and f"autocast_dtype={s.recipe.autocast_dtype!r}"
         ),
-        "this CPU has no fast products of 16 bits: what runs around FP8 in bf16 or fp16 takes from 7 to 1,000 times as "
-        "long as in FP32",
+        "this CPU has no fast products of 16 bits: bf16 or fp16 around FP8 takes from 7 to 1,000 times as long as FP32",
         "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False), and FP32 runs around FP8 here",
     ),
     warning(
         "emulated_here",
         lambda s: s.machine.chip.fp8 and s.state == EMULATED and (str(NOTES.get(s.cell.note, "")) or True),
-        "this chip has FP8 products, and not those of this recipe: they are emulated, slower than bf16",
-        "use a recipe that `fp8-backends doctor` lists as FP8 on this chip",
+        "this chip has other FP8 products than this recipe's: they are emulated, slower than bf16",
+        "use a recipe with FP8 in the list of `fp8-backends doctor` for this chip",
     ),
     warning(
         "mixed_gpus",
@@ -57,7 +56,7 @@ CHIP_RULES = (
             len(set(s.machine.capabilities)) > 1
             and "capabilities " + ", ".join(map(release, sorted(set(s.machine.capabilities))))
         ),
-        "the GPUs here differ: what the oldest lacks counts for all, and the ranks wait for the slowest",
+        "the GPUs here differ: limits of the oldest apply to all, and the ranks wait for the slowest",
         "choose GPUs of one kind with CUDA_VISIBLE_DEVICES",
     ),
     warning(

@@ -36,8 +36,8 @@ TENSOR_PARALLEL_RULES = (
     refused(
         "level_tensor_parallel",
         lambda s: s.recipe.level in ("O3", "O4") and _shares_layers(s),
-        "of the levels, O1 and O2 go with layers that ranks share (tensor parallelism); at O3 and O4 parts of a weight "
-        "would have masters, residuals and blocks of states that no test covers",
+        "only the levels O1 and O2 go with tensor parallelism; at O3 and O4 parts of a weight would have untested "
+        "masters, residuals and blocks of states",
         "use the same backend with +msamp:O2, or leave tensor parallelism out and shard with FSDP2",
     ),
     refused(
@@ -50,13 +50,13 @@ TENSOR_PARALLEL_RULES = (
     refused(
         "fp8_params_tensor_parallel",
         lambda s: s.recipe.fp8_params and _shares_layers(s),
-        "fp8_params=True does not go with layers that ranks share (tensor parallelism): frozen FP8 weights are whole",
+        "fp8_params=True does not go with tensor parallelism: frozen FP8 weights are whole",
         "leave fp8_params out, or train adapters on one rank or under DDP",
     ),
     refused(
         "ddp_shared_layers",
         lambda s: s.parallel == "ddp" and _shares_layers(s),
-        "DDP takes no model with layers or experts that ranks share: it joins whole tensors, and these are DTensors",
+        "DDP takes no model with layers or experts shared by ranks: it reduces whole tensors, and these are DTensors",
         "with tensor parallelism give Accelerator a ParallelismConfig(tp_size=…); for expert parallelism Accelerate "
         "and Lightning have none: load the model with DistributedConfig(fsdp_size=…, ep_size=…), and train it with "
         "fp8_backends.prepare in a loop of your own",
@@ -72,16 +72,15 @@ ENGINE_RULES = (
             and s.parallel == "deepspeed"
             and f"with DeepSpeed, {s.recipe.compute}:{s.recipe.scaling} trains in FP8"
         ),
-        "the levels O1 to O4 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
-        "states in partitions of their own",
+        "the levels O1 to O4 do not go with DeepSpeed: its ZeRO stages keep weights, gradients and optimizer states "
+        "in their own partitions",
         "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
         "use the same backend without +msamp",
     ),
     refused(
         "level_fsdp1",
         lambda s: s.has_level and s.parallel == "fsdp1",
-        "the levels O1 to O4 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
-        "scaled precision",
+        "the levels O1 to O4 do not go with FSDP1: it flattens parameters, and flat ones have no scaled form",
         "set fsdp_version=2 (FullyShardedDataParallelPlugin, `accelerate launch --fsdp_version 2`), or use the same "
         "backend without +msamp",
     ),
@@ -97,16 +96,16 @@ ENGINE_RULES = (
         lambda s: s.world_size not in (None, 1),  # one process is refused where its model is converted
         "all_gather_without_fsdp2",
         lambda s: s.parallel != "fsdp2" and _gathers_ao(s),
-        "enable_fsdp_float8_all_gather replaces the weights by tensors that only FSDP2 trains: they would never change",
+        "enable_fsdp_float8_all_gather replaces the weights by tensors trained only by FSDP2: they would never change",
         "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2)",
     ),
     refused(
         "engine_decides",
         _decided_by_engine,
-        "engines set this themselves: DeepSpeed and FSDP2 the precision around FP8, DeepSpeed how gradients travel, "
-        "DeepSpeed and FSDP1 how weights are gathered",
-        "leave the field out and configure the engine (DeepSpeed: bf16.enabled, communication_data_type), or use DDP "
-        "or FSDP2 (fsdp_version: 2), where gradients and weights travel in FP8",
+        "engines set this themselves: DeepSpeed and FSDP2 the precision around FP8, DeepSpeed the format of "
+        "gradients, DeepSpeed and FSDP1 of gathered weights",
+        "leave the field out and configure the engine (DeepSpeed: bf16.enabled, communication_data_type), or use DDP"
+        " or FSDP2 (fsdp_version: 2) for gradients and weights in FP8",
     ),
     refused(
         "guard_engine",
@@ -127,7 +126,7 @@ ENGINE_RULES = (
     refused(
         "fp8_activations_backend",
         lambda s: s.recipe.activation_comm == "fp8" and s.recipe.compute != "native" and s.recipe.compute,
-        'activation_comm="fp8" is of native\'s products: those of other backends do not take activations as codes',
+        'activation_comm="fp8" needs native: products of other backends do not take activations as codes',
         "use native:…, or leave activation_comm out",
     ),
     refused(
@@ -147,22 +146,21 @@ ENGINE_RULES = (
     error(
         "ddp_nothing_left",
         lambda s: s.has_level and s.parallel == "ddp" and s.only_weights_train,
-        "all that trains are weights in scaled precision, and DDP takes no model that has nothing left for it to do",
+        "only weights in scaled precision train, and DDP refuses a model without gradients of its own to reduce",
         'keep one layer out, such as exclude=["lm_head"], or leave its bias trainable',
     ),
     info(
         "o3_alone",
         lambda s: s.recipe.level == "O3" and s.world_size == 1,
-        "on one process O3 takes 7 bytes for a weight, with its master, and O2 takes 6: O3 saves where ranks share "
-        "the masters, 2 + 5/N bytes on N of them",
-        "use O2; or O4, which takes 5 bytes on one process and 2 + 3/N on N",
+        "on one process O3 takes 7 bytes for a weight, with its master, and O2 takes 6: O3 pays with masters shared "
+        "by N ranks, at 2 + 5/N bytes",
+        "use O2; or O4 with 5 bytes on one process and 2 + 3/N on N",
     ),
     info(
         "shared_states_saving",
         lambda s: s.recipe.shares_states and s.parallel == "ddp",
-        "under DDP each rank has the masters, residuals and states of its own part at O3 and O4, so a state dict needs "
-        "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each "
-        "rank keeps all)",
+        "under DDP each rank has the masters, residuals and states of its own part at O3 and O4, so a state dict "
+        "needs all ranks: saving on rank 0 only is an error (under transformers' Trainer each rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),
     *TENSOR_PARALLEL_RULES,
@@ -202,8 +200,8 @@ COMPILATION_RULES = (
     warning(
         "checkpointing_fsdp2_compile",
         lambda s: bool(s.activation_checkpointing) and s.parallel == "fsdp2" and s.is_compiled,
-        "FP8 under FSDP2 with torch.compile and activation checkpointing of whole blocks tends to be slower than bf16 "
-        "(reported by Axolotl): what is recomputed is cast to FP8 again",
+        "FP8 under FSDP2 with torch.compile and activation checkpointing of whole blocks tends to be slower than "
+        "bf16 (reported by Axolotl): recomputed layers cast to FP8 again",
         "turn activation checkpointing off, or checkpoint selected operations only",
     ),
     warning(
@@ -219,7 +217,7 @@ COMPILATION_RULES = (
         lambda s: s.attention == "fp8",
         "FP8 attention is another library's: this package converts layers with weights, and neither counts nor proves "
         "the products of attention",
-        "use attn_implementation sdpa for a run whose FP8 products are all proven",
+        "use attn_implementation sdpa to have all FP8 products proven",
     ),
 )
 
@@ -237,8 +235,8 @@ OPTIMIZER_RULES = (
     error(
         "level_optimizer",
         lambda s: s.has_level and s.optimizer is not None and not _named(s, *AT_LEVELS) and s.optimizer,
-        "the levels train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, whose states they store "
-        "themselves: in 8 and 16 bits at O2 and O3, in 8 at O4",
+        "the levels train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, and store their states: in 8 and 16 "
+        "bits at O2 and O3, in 8 at O4",
         "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",
     ),
     error(
@@ -251,7 +249,7 @@ OPTIMIZER_RULES = (
         "bitsandbytes_fsdp2",
         lambda s: s.parallel == "fsdp2" and _named(s, *BITSANDBYTES),
         "the 8-bit optimizers of bitsandbytes do not know FSDP2's sharded parameters (Axolotl refuses them, too)",
-        "use adamw_torch with a level O2 or O3, which stores the states in 8 and 16 bits, or adamw_torch_8bit",
+        "use adamw_torch with level O2 or O3 (states in 8 and 16 bits), or adamw_torch_8bit",
     ),
     warning(
         "ao_adamw_fp8",
@@ -259,13 +257,13 @@ OPTIMIZER_RULES = (
         "TorchAO's FP8 Adam keeps the second moment in E4M3 with one scale for 256 elements: where gradients of one "
         "block span three orders of magnitude, small ones are flushed to zero, and their updates were 4.5 times too "
         "large on average in a synthetic test",
-        "use adamw_torch with a level O2 or O3, whose second moment is FP16, or ao_adamw_8bit",
+        "use adamw_torch with level O2 or O3 (second moment in FP16), or ao_adamw_8bit",
     ),
     info(
         "fp16_autocast",
         lambda s: s.recipe.autocast_dtype == "fp16",
         "fp16 around FP8 needs a loss scaler: Accelerate makes one, a loop of your own must",
-        "use bf16 where the device has it",
+        "use bf16 if the device has it",
     ),
 )
 
@@ -285,20 +283,20 @@ RELEASE_RULES = (
     refused(
         "release_clipping",
         lambda s: s.recipe.gradient_release and bool(s.max_grad_norm) and f"max_grad_norm={s.max_grad_norm:g}",
-        "gradient_release has stepped with the first gradients before the last ones are there, so nothing can be "
-        "clipped by the norm of all, or afterwards",
+        "gradient_release steps with the first gradients before the last ones exist, so nothing can be clipped by "
+        "the norm of all, or afterwards",
         f"clip nothing (max_grad_norm=0 in TrainingArguments, whose default is 1.0), or {KEPT}",
     ),
     refused(
         "release_fp16",
         lambda s: s.recipe.gradient_release and s.recipe.autocast_dtype == "fp16" and "autocast_dtype='fp16'",
-        "gradient_release steps before a loss scaler could look at the gradients, divide them and leave the step out",
+        "gradient_release steps before a loss scaler can check and divide the gradients, or skip the step",
         f"use autocast_dtype='bf16', which needs no loss scaling, or {KEPT}",
     ),
     refused(
         "release_guard",
         lambda s: s.recipe.gradient_release and s.recipe.guard not in ("off", "warn") and f"guard={s.recipe.guard!r}",
-        "gradient_release has made a step when the guard looks, so none can be left out or stopped",
+        "gradient_release steps before the guard's check, so no step can be skipped or stopped",
         f"use guard='warn', which then sees losses and scaling states, or {KEPT}",
     ),
 )

@@ -67,7 +67,7 @@ MODEL_RULES = (
         "nothing_in_fp8",
         lambda s: s.expected is not None and not s.expected.converted and (_reasons(s) or "it has no Linear"),
         "no layer of this model can run in FP8",
-        "look at the reasons, and at include and exclude; a model whose products are not Linear layers trains in bf16",
+        "look at the reasons, and at include and exclude; train a model without Linear layers in bf16",
     ),
     warning(
         "minority_in_fp8",
@@ -78,14 +78,14 @@ MODEL_RULES = (
             and f"{share(s.expected.flops_share)}; {_reasons(s)}"
         ),
         "less than half of the products with weights would run in FP8, and gains show when most do",
-        "name more of what can be converted in include, such as +lm_head, the output head; or train in bf16",
+        "name more layers in include, such as +lm_head, the output head; or train in bf16",
     ),
     warning(
         "small_layers",
         _all_small,
-        "every layer that would run in FP8 is too small: casting to FP8 costs more than its products save (TorchAO's "
-        "filters, fitted to an H100: up to 4096 -> 1024; with a scale a row up to 2048 outputs, or 1024 inputs, or "
-        "2048 -> 4096)",
+        "every layer for FP8 is too small: casting to FP8 costs more than its products save (TorchAO's filters, "
+        "fitted to an H100: up to 4096 -> 1024; with a scale a row up to 2048 outputs, or 1024 inputs, or 2048 -> "
+        "4096)",
         "train in bf16, or give FP8 a larger model",
     ),
     warning(
@@ -95,8 +95,8 @@ MODEL_RULES = (
             and (text := _parameters(s, 0, SMALLEST_MEASURED))
             and f"{text}, {s.parameters / SMALLEST_MEASURED:.2g} of the smallest measured"
         ),
-        "smaller than any model for which a gain was measured: on H100s 1 billion parameters gained 1.5 % on one node "
-        "and 13 % on 32 (AWS), 7 billion 12 to 23 %",
+        "smaller than any model with a measured gain: on H100s 1 billion parameters gained 1.5 % on one node and 13 "
+        "% on 32 (AWS), 7 billion 12 to 23 %",
         "train in bf16, or measure both on your machine",
     ),
     info(
@@ -109,8 +109,8 @@ MODEL_RULES = (
     info(
         "layers_off_16",
         _unpadded,
-        "te and ao cannot pad a layer: one whose features are no multiple of 16 (te:mxfp8: 32) stays in high precision",
-        "use native, which pads, or make the sizes multiples",
+        "te and ao cannot pad a layer: features other than multiples of 16 (te:mxfp8: 32) keep it in high precision",
+        "use native: it pads; or make the sizes multiples",
     ),
     info(
         "vocabulary_off_16",
@@ -121,13 +121,13 @@ MODEL_RULES = (
         ),
         "te and ao cannot pad the vocabulary to a multiple of 16 (te:mxfp8: 32), so the output head stays in high "
         "precision, even if include names it",
-        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or include the head with native, which pads it",
+        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or include the head with native: it pads",
     ),
     info(
         "tokens_off_16",
         lambda s: not _leaves_tokens(s) and _unaligned("sequence length", s.sequence_length, s.recipe),
-        "the weight gradient's product runs over the tokens of a batch: where they are no multiple of 16 (mxfp8: 32) "
-        "each step pads them, a copy of activations and gradients more (te pads the forward's rows too)",
+        "the weight gradient's product runs over the tokens of a batch: unless they are a multiple of 16 (mxfp8: "
+        "32), each step pads them, with one more copy of activations and gradients (te pads the forward's rows too)",
         "pad sequences to a multiple (pad_to_multiple_of of transformers' collators)",
     ),
     error(
@@ -144,8 +144,7 @@ MODEL_RULES = (
     warning(
         "quantized_base",
         lambda s: bool(s.quantized_base),
-        "layers that bitsandbytes holds in 4 or 8 bits multiply by themselves: only what it left alone, such as "
-        "adapters, can run in FP8",
+        "bitsandbytes multiplies its 4-bit or 8-bit layers itself: only other layers, such as adapters, can run in FP8",
         "load the base model in bf16 for FP8 products, or keep the 4 or 8 bits and train in bf16",
     ),
 )

@@ -12,7 +12,7 @@ from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
 from ..compute.experts.functions import is_expert_parallel
-from ..convert import conversion, quantized_layers
+from ..convert import conversion, features, quantized_layers
 from ..convert.conversion import prepared_roots
 from ..convert.weight_products import offloaded_modules
 from ..errors import FP8BackendError
@@ -26,15 +26,17 @@ from ..words import listed
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run on this machine."""
+    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run here, or lacks a feature."""
     if recipe.implementation == "original":
         original.check(recipe)
     else:
+        features.check(recipe)
         registry.check_available(recipe)
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert in its state."""
+    features.check(recipe)
     registry.check_available(recipe)
     quantized_layers.check(model)
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):

@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..announcement import is_main_process
 from ..comm import replicas
 from ..convert.conversion import Prepared, prepared_roots
+from ..convert.features import FEATURES
 from ..errors import FP8BackendError
 from ..formats import scaling
 from ..formats.formats import RECIPE_FORMATS
@@ -70,8 +73,6 @@ LEAST_SHARE = 0.05
 MOST_SPIKES = 3
 """This many spikes within LOSSES losses are the new normal, and the window restarts."""
 
-Save = Callable[[int], "str | None"]
-"""Save the training before a step; return the path, or None without a folder for it."""
 Roots = list[tuple[nn.Module, Prepared]]
 
 
@@ -131,16 +132,25 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
     guard.add(models)
 
 
-def after_backward(optimizers: Iterable[torch.optim.Optimizer], loss: Any, is_complete: bool, save: Save) -> None:
-    """Notify the guards of these optimizers of a backward pass.
-
-    Args:
-        is_complete: a step may follow, so look at gradients before they are clipped.
-    """
+def after_backward(accelerator: Accelerator, loss: Any) -> None:
+    """Notify the guards of an Accelerator's optimizers of a backward pass."""
+    optimizers = map(unwrapped, accelerator._optimizers if accelerator.fp8_recipe.guard != "off" else ())
     guards = [(guard, optimizer) for optimizer in optimizers if (guard := guard_of(optimizer)) is not None]
     for guard, optimizer in guards:
         guard.shares_losses = len(guards) > 1
-        guard.after_backward(optimizer, loss, is_complete, save)
+        guard.after_backward(optimizer, loss, accelerator)
+
+
+def join_uneven_inputs(accelerator: Accelerator) -> None:
+    """Raise `FP8BackendError` with a guard, whose ranks would wait for each other."""
+    if accelerator.fp8_recipe.guard != "off" and accelerator.num_processes > 1:
+        raise FP8BackendError(
+            "uneven inputs: a rank that has run out of them makes no steps, and at each the guard of the others "
+            'waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set guard="off"'
+        )
+
+
+FEATURES["guard"].update(before_proof=watch, after_backward=after_backward, join_uneven_inputs=join_uneven_inputs)
 
 
 def guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
@@ -178,7 +188,7 @@ class Guard:
         self.shares_losses = False
         """Other optimizers get the same losses, so a bad loss may be theirs."""
         self._models: list[weakref.ref[nn.Module]] = []
-        self._save: Save = lambda step: None
+        self._accelerator: Accelerator | None = None
         self._logged_kinds: set[str] = set()
         self._window, self._scaling = LossWindow(), ScalingLooks()
         self._losses: torch.Tensor | None = None
@@ -220,15 +230,15 @@ class Guard:
     # Observe
 
     @torch.no_grad()
-    def after_backward(self, optimizer: torch.optim.Optimizer, loss: Any, is_complete: bool, save: Save) -> None:
+    def after_backward(self, optimizer: torch.optim.Optimizer, loss: Any, accelerator: Accelerator) -> None:
         """Note a loss and, if a step may follow, the non-finite gradients, without synchronizing."""
-        self._save = save
+        self._accelerator = accelerator
         if isinstance(loss, torch.Tensor):
             mean = loss.detach().float().mean()
             finite = torch.isfinite(mean)
             noted = torch.stack([mean.where(finite, 0.0), finite.float(), 1 - finite.float()])
             self._losses = noted if self._losses is None else self._losses + noted
-        self._after_backward = spoiled(parameters_of(optimizer)) if is_complete else None
+        self._after_backward = spoiled(parameters_of(optimizer)) if accelerator.sync_gradients else None
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         self._before_step(optimizer)
@@ -412,6 +422,14 @@ class Guard:
                 )
             self._logged_kinds.add(fault.kind)
 
+    def _save(self, step: int) -> str | None:
+        """Save the training if its project has a folder, and return the path. All ranks call it."""
+        accelerator = self._accelerator
+        if accelerator is None or accelerator.project_dir is None:
+            return None
+        named = accelerator.project_configuration.automatic_checkpoint_naming
+        return accelerator.save_state(None if named else os.path.join(accelerator.project_dir, f"guard_step_{step}"))
+
     def _stop(self, found: list[Fault], saved: str | None) -> None:
         """Raise `FP8BackendError` before the step changes anything."""
         stopped = [fault._replace(done="training was stopped before the step") for fault in found]
@@ -434,6 +452,7 @@ class Guard:
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide the gradients from the step: PyTorch's optimizers then keep weights, states and counters."""
         self.skipped += 1
+        optimizer.fp8_skipped = self.skipped  # for the monitor, which numbers its samples by steps
         self._restore_statistics()
         self._held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for p, _ in self._held:

@@ -30,6 +30,7 @@ from torch import nn
 from ..announcement import is_main_process
 from ..compute.interface import Compute
 from ..convert.conversion import PREPARED, Prepared, prepared_roots
+from ..convert.features import FEATURES
 from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
 from ..formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..recipes.handlers import Recipe
@@ -41,7 +42,6 @@ from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, TemporaryHook, is_traced
 from ..torch_tools.optimizers import steps_of
 from ..words import listed, share
-from .guard import guard_of
 
 logger = logging.getLogger("fp8_backends")
 
@@ -81,6 +81,15 @@ def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
     """Return the monitor of an optimizer, if any."""
     hooks = optimizer._optimizer_step_post_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, Monitor)), None)
+
+
+def report_samples(optimizer: torch.optim.Optimizer, report: Callable[[dict[str, float], int], None]) -> None:
+    """Call `report` with the summary and the step of each sample, if the optimizer has a monitor."""
+    if monitor := monitor_of(optimizer):
+        monitor.report = report
+
+
+FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples)
 
 
 class Monitor:
@@ -127,8 +136,8 @@ class Monitor:
         is_prepared = any(watched.root.__dict__.get(PREPARED) is watched.prepared for watched in sample.watched)
         if not (sample.records and is_prepared and self.recipe.monitor_every):  # restored, or switched off meanwhile
             return
-        began, counted_steps, guard = time.perf_counter(), steps_of(optimizer), guard_of(optimizer)
-        step = self.steps if counted_steps is None else counted_steps + (0 if guard is None else guard.skipped)
+        began, counted_steps, skipped = time.perf_counter(), steps_of(optimizer), getattr(optimizer, "fp8_skipped", 0)
+        step = self.steps if counted_steps is None else counted_steps + skipped
         tensors: dict[str, dict[str, Any]] = {}
         for (name, tensor), numbers in sample.numbers().items():
             tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)

@@ -100,7 +100,7 @@ def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend,
             pair.accelerator.backward(mse(pair.model, x, y))
             (pair.bare_loss(x, y) / 2).backward()
             if index % 2 or index == 4:
-                finish_accumulation(pair.bare_model)  # as the bare optimizer's step will
+                finish_accumulation(pair.bare_model.parameters())  # as the bare optimizer's step will
             pair.assert_same_gradients()
             pair.optimizer.step()
             pair.scheduler.step()

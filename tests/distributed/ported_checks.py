@@ -156,7 +156,7 @@ def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
                     pair.bare_model.require_backward_grad_sync = last or each_batch
                     (pair.loss(pair.bare_model, (x, y)) / 2).backward()
                     if last:
-                        finish_accumulation(pair.bare_model)  # as its optimizer's step will
+                        finish_accumulation(pair.bare_model.parameters())  # as its optimizer's step will
                     assert all_equal(gradients(pair.model), gradients(pair.bare_model)), (backend, index)
                     assert differ_between_ranks(gradients(pair.model)) != (last or each_batch), (backend, index)
                     pair.optimizer.step()

@@ -168,7 +168,7 @@ def check_levels_store_parts_with_the_scale_of_the_whole():
 def check_what_is_refused():
     torch.manual_seed(0)
     for spec, text in (
-        ("msamp:O3", "O1 and O2 go with layers that ranks share"),
+        ("msamp:O3", "O1 and O2 go with tensor parallelism"),
         ({"backend": "native", "fp8_params": True}, "fp8_params"),
     ):
         with pytest.raises(RecipeError, match=f"{text}.*2 ranks share layers"):
