@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import warm_process
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.registry import get_compute
@@ -43,8 +42,8 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("routes", [nightly(SINGLE), tuple(RANKS)], ids=["one process", "process groups"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("routes", [SINGLE, tuple(RANKS)], ids=["one process", "process groups"])
 def test_backends_train_on_every_launch_route(routes, subtests, tmp_path):
     paths = f"{REPOSITORY}{os.pathsep}{HERE}"
     environment = {

@@ -72,6 +72,7 @@ def test_an_impossible_comparison_exits_with_2_and_one_message(capsys, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_the_first_line_precedes_loading_libraries():
     ask = """if True:
         import sys

@@ -102,6 +102,7 @@ def results(tmp_path_factory):
     return compared(tmp_path_factory.mktemp("page"), "native:dynamic", "ao:rowwise").results
 
 
+@pytest.mark.slow
 def test_page_is_one_well_formed_file(results):
     check_page(render(results))
 

@@ -32,6 +32,7 @@ def comparison(tmp_path_factory):
     return compared(tmp_path_factory.mktemp("compare"), *BACKENDS, "fp32")
 
 
+@pytest.mark.slow
 def test_every_backend_passes_every_check_but_the_gap(comparison):
     for backend in BACKENDS:
         passed = checks_by_name(comparison, backend)
