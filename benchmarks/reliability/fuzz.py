@@ -52,6 +52,7 @@ from fp8_backends import (  # noqa: E402
 )
 from fp8_backends.accelerate_plugin import launch  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
+from fp8_backends.convert import stored_weights  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment  # noqa: E402
 from fp8_backends.recipes.merging import code_over_launch  # noqa: E402
@@ -312,7 +313,7 @@ def changed_environment(variables: dict[str, str]) -> Iterator[None]:
 
 # All cases
 
-PLACES = (fp8_backends, fp8_backends.checkpoints, preparation)
+PLACES = (fp8_backends, fp8_backends.checkpoints, preparation, stored_weights)
 """Modules with functions for users."""
 RUN = {
     "strings": run_strings,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 41_481, 240
+LINES, FILES = 36_396, 181
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 
