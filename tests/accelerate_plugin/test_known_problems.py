@@ -34,10 +34,7 @@ def test_one_line_names_reason_and_fix_and_the_model_is_prepared(caplog):
     model = mlp()
     assert warned_of(caplog, model, include=["0"]) == ["minority_in_fp8"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert (
-        "less than half of the products" in line
-        and "Fix: name more of what can be converted in include, such as +lm_head" in line
-    )
+    assert "less than half of the products" in line and "Fix: name more layers in include, such as +lm_head" in line
     assert fp8_backends.audit(model).products.keys() == {"0"}
 
 

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from plugin_training import batches, mlp, run_python, train
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import RecipeError
@@ -72,7 +71,7 @@ print("resumed", scaling, [loss.hex() for loss in losses], total.hex())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [nightly("O2"), "O4"])
+@pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.nightly), "O4"])
 def test_a_new_process_resumes_to_the_bit(level, tmp_path):
     """More than 16 steps before it: the scaling windows are in their delayed phase."""
     tests, told = __file__.rpartition("/")[0], []
