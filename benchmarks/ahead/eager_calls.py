@@ -220,9 +220,9 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
 
     weight, exp_avg, exp_avg_sq, *_ = steps.LEVELS[level]
     made = steps.scaled_step(level, numel, 1, "cpu", True)
+    stored = [steps.slot(torch.zeros(1), fmt) for fmt in (weight, steps.E4M3, exp_avg, exp_avg_sq)]  # casts, too
     launches.forget()
     made.run()
-    stored = [steps.slot(torch.zeros(1), fmt) for fmt in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
     size = sum(each.data.itemsize + (each.residual is not None) for each in stored)  # a residual is one byte
     kernels = []
     for name, codes in launches.codes.items():
