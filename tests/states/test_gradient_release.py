@@ -126,6 +126,16 @@ def test_activation_checkpointing_of_both_kinds(use_reentrant, monkeypatch):
     assert_same(*pairs)
 
 
+def test_resumes_to_the_bit():
+    model, optimizer = prepared("O2", gradient_release=True)
+    train(model, optimizer, range(2))
+    other, resumed = prepared("O2", gradient_release=True)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(other, resumed, range(2, 4)) == train(model, optimizer, range(2, 4))
+    assert_equal_states(resumed, optimizer)
+
+
 def test_a_copied_model_keeps_its_gradients():
     model, optimizer = prepared("O2", gradient_release=True)
     train(model, optimizer, range(1))
@@ -198,6 +208,17 @@ def test_a_gradient_cleared_before_the_step_is_refused():
             optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, range(1))
+
+
+def test_a_loop_that_never_clears_gradients_is_refused():
+    """Without gradient release it would accumulate."""
+    model, optimizer = prepared("O2", gradient_release=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape .*zero_grad\(\)"):
+        loss_of(model, 1).backward()
+    model.zero_grad()
+    train(model, optimizer, range(2))
 
 
 def test_a_gradient_by_hand_where_one_was_stepped_with_is_refused():
