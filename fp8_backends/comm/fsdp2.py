@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ..announcement import logger
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
 from ..tensors.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
@@ -36,8 +36,6 @@ from ..torch_tools.modules import TemporaryHook
 from ..words import counted
 from .backward import States, agree_after_backward, mesh_groups
 from .two_shot import reduce_scatter
-
-logger = logging.getLogger("fp8_backends")
 
 CONNECTED = "_fp8_gradient_comm"
 """Attribute of a connected FSDP2 module: its `gradient_comm`."""

@@ -17,7 +17,7 @@ from ..tensors.scaled_tensor import ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part
 from ..torch_tools.modules import plain_name
 from .backward import BackwardPass, mesh_groups
-from .ddp import DDPBackward
+from .ddp import DDPBackward, wrappers
 from .fsdp2 import fsdp_modules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,7 +56,7 @@ class SharedBackwards:
 def _wrappers(model: nn.Module) -> list[nn.Module]:
     """Return each DDP in a model, and the outermost FSDP2 module, or the model itself with tensor parallelism alone."""
     outermost = list(fsdp_modules(model).values())[:1] or ([model] if mesh_groups(model) else [])
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)] + outermost
+    return wrappers(model) + outermost
 
 
 def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:

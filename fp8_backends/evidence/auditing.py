@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..compute import registry
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from ..convert import conversion, features
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..convert.conversion import Prepared
     from ..recipes.handlers import Recipe
 
-logger = logging.getLogger("fp8_backends")
 
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
 MANY_LOST_UPDATES = 0.5

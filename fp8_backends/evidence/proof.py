@@ -8,7 +8,6 @@ optimizer step to optimizer step.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from .. import words
-from ..announcement import announce
+from ..announcement import announce, logger
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..convert import conversion
 from ..convert.weight_products import CONVOLUTION
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from ..convert.conversion import Prepared
     from ..recipes.handlers import Recipe
 
-logger = logging.getLogger("fp8_backends")
 
 _COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
 """Titles in the proof for kinds of weights with FP8 products."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from ..announcement import logger
 from ..checkpoints import scaling_state
 from ..comm import ddp
 from ..convert import conversion, features
@@ -20,8 +20,6 @@ from ..tensors.scaled_tensor import ScaledTensor
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameter_ids, parameters_of, unwrapped
 from ..words import listed
-
-logger = logging.getLogger("fp8_backends")
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -10,13 +10,12 @@ import copy
 import functools
 import inspect
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..announcement import announce
+from ..announcement import announce, logger
 from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field, parsed
 from ..errors import RecipeError
@@ -42,8 +41,6 @@ from .fields import (
 )
 from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
 from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
-
-logger = logging.getLogger("fp8_backends")
 
 
 class TransformerEngineRecipe(Protocol):

@@ -1,4 +1,4 @@
-"""Known problems as rows of data, one module a theme; `validators` is the loop over them."""
+"""Known problems as rows of data, one module a theme; `validate` is the loop over them."""
 
 from collections.abc import Iterable
 

@@ -10,7 +10,6 @@ guard="off" installs nothing.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import statistics
@@ -25,7 +24,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..announcement import is_main_process
+from ..announcement import is_main_process, logger
 from ..comm import replicas
 from ..convert.conversion import Prepared, prepared_roots
 from ..convert.features import FEATURES
@@ -39,8 +38,6 @@ from ..tensors.sharded_tensor import local_part
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameters_of, steps_of, unwrapped
 from ..words import counted, listed
-
-logger = logging.getLogger("fp8_backends")
 
 LOSS, GRADIENT, PARAMETER, SPIKE = "loss", "gradient", "parameter", "spike"
 CLIPPED, STUCK, APART, ALONE = "clipped", "stuck", "apart", "alone"

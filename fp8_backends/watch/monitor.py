@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..announcement import is_main_process
+from ..announcement import is_main_process, logger
 from ..compute.interface import Compute
 from ..convert.conversion import PREPARED, Prepared, prepared_roots
 from ..convert.features import FEATURES
@@ -42,8 +41,6 @@ from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, TemporaryHook, is_traced
 from ..torch_tools.optimizers import steps_of
 from ..words import listed, share
-
-logger = logging.getLogger("fp8_backends")
 
 NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of cast tensors in records."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 36_396, 181
+LINES, FILES = 36_377, 181
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 

@@ -9,12 +9,12 @@ high precision, and backward quantizes the weight again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from ...announcement import logger
 from ...formats.formats import E4M3, RECIPE_FORMATS
 from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...kernels.triton_gate import usable
@@ -39,8 +39,6 @@ from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import Ledger, SharedCodes, with_noted_amaxes
 from .tensor_parallel import Cut, cut_obstacle
-
-logger = logging.getLogger("fp8_backends")
 
 _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
