@@ -56,24 +56,26 @@ def sqnr(exact: torch.Tensor, values: torch.Tensor) -> float:
 
 
 CASTS = {
-    "tensor": lambda x, fmt: quantization.quantize(x, fmt).along_columns(),
-    "rowwise": ROWS.quantize,
-    "1x128": VECTORS.quantize,
-    "128x128": SQUARES.quantize,
-    "mxfp8": MX.quantize,
+    "tensor": lambda x, fmt: quantization.quantize(x, fmt),
+    "given": lambda x, fmt: quantization.quantize(x, fmt, torch.tensor(8.0, device=x.device)),
+    **{
+        name: functools.partial(lambda blocks, x, fmt: quantization.quantize_blocks(x, blocks, fmt), blocks)
+        for name, blocks in (("rowwise", ROWS), ("1x128", VECTORS), ("128x128", SQUARES), ("mxfp8", MX))
+    },
 }
 
 
 def same_codes(name: str, device: str, quick: bool) -> None:
-    dtypes = (torch.bfloat16,) if quick else (torch.float32, torch.bfloat16)
-    kinds = {"tensor": CASTS["tensor"]} if quick else CASTS
-    for fmt, dtype, (kind, cast) in itertools.product((E4M3, E5M2), dtypes, kinds.items()):
-        x = torch.randn(384, 272).to(dtype)
+    kinds = {kind: CASTS[kind] for kind in ("tensor", "given")} if quick else CASTS
+    for fmt, dtype, (kind, cast) in itertools.product((E4M3, E5M2), (torch.float32, torch.bfloat16), kinds.items()):
+        x = torch.randn(384, 256).to(dtype)
         x[0, :5] = torch.tensor([0.0, 1e-8, 1e4, -3e4, 7.0])
         here, there = cast(x, fmt), cast(x.to(device), fmt)
-        equal = torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8))
-        scales = torch.equal(here.scale_inv, there.scale_inv.cpu())
-        check(f"{name} {fmt.name} {dtype} {kind}", equal and scales)
+        for layout in ("along_columns", "along_rows"):
+            (a, a_scale), (b, b_scale) = getattr(here, layout)(), getattr(there, layout)()
+            equal = torch.equal(a.contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+            scales = torch.equal(a_scale.contiguous(), b_scale.cpu().contiguous())
+            check(f"{name} {fmt.name} {dtype} {kind} {layout}", equal and scales)
 
 
 def products(name: str, device: str, compiled: bool, quick: bool) -> None:
@@ -94,7 +96,7 @@ def products(name: str, device: str, compiled: bool, quick: bool) -> None:
             run = torch.compile(model, fullgraph=True) if compiled and where == device else model
             for _ in range(3):  # delayed scaling needs two steps to leave scale 1
                 model.zero_grad()
-                x_here = x.to(where).requires_grad_()
+                x_here = x.to(where, copy=True).requires_grad_()
                 y = run(x_here)
                 y.backward(dy.to(where))
             counts = model[0].fp8_products[:3].tolist()

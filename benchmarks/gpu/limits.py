@@ -1,7 +1,7 @@
-"""What can this chip do at most: matrix products in bf16 and in FP8, and a copy in its memory?
+"""Measure the limits of this chip: rates of bf16 and FP8 products by shape, and the bandwidth of a copy.
 
-What the other measurements of the same run are held against. Products are PyTorch's own, of random values, square and
-of the shapes of Llama's layers; the copy's bytes are those read plus those written. The highest rate counts.
+Other measurements of the same run are compared with the highest rates. Products are PyTorch's own, of random values:
+squares, the shapes of Llama's layers, a range of K, and a range of tokens. A copy's bytes are read plus written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import interleaved, summary, table, write_json  # noqa: E402
 
+LAYERS = [(2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 6144), (4096, 14336), (14336, 4096)]
+"""(k, n) of layers of Llama 1B and 8B."""
 SIZES = {
-    "cuda": [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 8192, 8192)],
+    "cuda": [
+        (8192, 8192, 8192),
+        (16384, 8192, 8192),
+        *((8192, k, n) for k, n in LAYERS),
+        *((8192, k, 8192) for k in (256, 512, 1024, 2048, 4096, 16384)),
+        *((m, 4096, 4096) for m in (512, 1024, 2048, 4096, 16384)),
+        *((4096, 8192, n) for n in (4096, 14336)),
+        (14336, 8192, 4096),
+    ],
     "cpu": [(64, 96, 128)],
 }
-"""(m, k, n) of [m, k] x [k, n]."""
+"""(m, k, n) of [m, k] x [k, n]. The last three are wgrads of 8,192 tokens."""
 COPIED = {"cuda": 4 * 2**30, "cpu": 2**20}
 """Bytes of the tensor that is copied: many times what caches hold."""
-REPEATS = {"cuda": 20, "cpu": 2}
-"""Products between two readings of the clock."""
+FLOPS = {"cuda": 1.2e13, "cpu": 1e7}
+"""Operations between two readings of the clock: about 15 ms of FP8 products."""
 
 
 def products(device: str, size: tuple[int, int, int]) -> dict:
-    """bf16, FP8 with fast and with full accumulation, FP8 with a scale for each row."""
+    """Return bf16 and FP8 products by name: fast and full accumulation, FP32 results, rowwise scales."""
     m, k, n = size
     a, b = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     half = a.bfloat16(), b.bfloat16().t()
@@ -35,33 +45,46 @@ def products(device: str, size: tuple[int, int, int]) -> dict:
     one = torch.ones((), device=device)
     rows, columns = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
 
-    def fp8(scale_a: torch.Tensor, scale_b: torch.Tensor, fast: bool):
-        return lambda: torch._scaled_mm(*codes, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    def fp8(scale_a: torch.Tensor, scale_b: torch.Tensor, fast: bool, dtype: torch.dtype = torch.bfloat16):
+        return lambda: torch._scaled_mm(*codes, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
 
     return {
         "bf16": lambda: half[0] @ half[1],
         "FP8, fast accumulation": fp8(one, one, True),
         "FP8": fp8(one, one, False),
+        "FP8, FP32 result": fp8(one, one, False, torch.float32),
         "FP8, a scale for each row": fp8(rows, columns, True),
     }
 
 
-def repeated(function, times: int):
+def repeated(function, times: int, device: str):
+    """Return a function of that many calls; a CUDA graph on a GPU, where a small product takes less than its launch."""
+
     def run() -> None:
         for _ in range(times):
             function()
 
-    return run
+    if device == "cpu":
+        return run
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # allocates workspaces before the capture
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def rates(device: str, runs: int) -> list[dict]:
     found = []
     for size in SIZES[device]:
-        functions = {name: repeated(f, REPEATS[device]) for name, f in products(device, size).items()}
+        flops = 2 * size[0] * size[1] * size[2]
+        times = max(2, int(FLOPS[device] / flops))
+        functions = {name: repeated(f, times, device) for name, f in products(device, size).items()}
         for name, seconds in interleaved(functions, runs).items():
             time = summary(seconds)
-            flops = 2 * size[0] * size[1] * size[2] * REPEATS[device] / time["median_s"]
-            found.append({"product": name, "size": size, "flops_per_second": flops, **time})
+            found.append({"product": name, "size": size, "flops_per_second": flops * times / time["median_s"], **time})
     return found
 
 
@@ -75,7 +98,7 @@ def copy_bandwidth(device: str, runs: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

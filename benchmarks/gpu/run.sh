@@ -2,7 +2,7 @@
 # On one Hopper GPU, in at most 9 minutes a call: what FP8 costs and saves against bf16 in the same run, as shares of
 # what the chip can do.
 #   benchmarks/gpu/run.sh --out DIR                   first, then speed (the default)
-#   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 5 minutes: a quick check, and tokens a second
+#   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 6 minutes: a quick check, and tokens a second
 #                                                     and peak memory of each backend, beside what was predicted
 #   benchmarks/gpu/run.sh --out DIR --only speed      every further question of speed
 #   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
@@ -105,8 +105,9 @@ both=$(on eager,compiled "${FORMS:-eager,compiled}")
 layers=native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao
 
 # first: is it right, and what does a step cost?
-part first 30 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
-part first 20 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
+part first 75 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
+part first 30 "$python" "$here/gpu/sums.py" $(on "" "--device cpu --depths 32") --out "$out"
+part first 40 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
 part first 195 "$python" "$here/step.py" --forms $(on compiled,eager "${FORMS:-compiled,eager}") $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
 part first 10 "$python" "$here/ahead/beside.py" "$out/step_8b_gpu.json"
 

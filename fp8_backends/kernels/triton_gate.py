@@ -129,10 +129,10 @@ def _triton_is_there() -> bool:
 
 
 def _passes_trial(device: int) -> bool:
-    from . import triton_common  # Triton takes a second to load
+    from . import triton_matrix  # Triton takes a second to load
 
     try:
-        obstacle = triton_common.obstacle(torch.device("cuda", device), _capability(device) >= _FP8_CASTS)
+        obstacle = triton_matrix.obstacle(torch.device("cuda", device))
     except Exception as error:  # compilers and drivers share no base class
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle is not None:

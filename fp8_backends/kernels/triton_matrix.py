@@ -7,6 +7,7 @@ for a scale from its own amax. Results equal `scaling` and `formats`, to the bit
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.formats import Format
+from ..formats.formats import E4M3, E5M2, Format, saturating_cast
 from ..formats.scaling import ROLLS, SCALE, WINDOW
 from . import triton_gate
 from .layouts import DYNAMIC, Layouts
@@ -98,6 +99,25 @@ def quantize(
         grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
         _cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
+
+
+@torch.no_grad()
+def obstacle(device: torch.device) -> str | None:
+    """Try the kernels on a device: return the reason against them, or None. Waits for the device. Triton's errors pass.
+
+    The launcher needs a C compiler, the code generator may not support a new GPU, and compilers have bugs: codes of all
+    bf16 numbers must equal PyTorch's, in both layouts.
+    """
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    for dtype, fmt in itertools.product((torch.float32, torch.bfloat16), (E4M3, E5M2)):
+        x = numbers.to(device, dtype)
+        expected, made = saturating_cast(x.float(), fmt), quantize(x, fmt, torch.ones((), device=device))
+        for codes in (made.codes, made.transposed.t()):
+            right = codes.view(torch.uint8) == expected.view(torch.uint8)
+            right |= x.isnan() & codes.float().isnan()  # the sign of a NaN is free
+            if wrong := int((~right).sum()):
+                return f"{wrong} of {x.numel()} casts of {dtype} to {fmt.name} differ from PyTorch's"
+    return None
 
 
 def row_major(x: torch.Tensor) -> tuple[torch.Tensor, bool]:

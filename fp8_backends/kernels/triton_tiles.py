@@ -21,6 +21,7 @@ from .triton_common import (
     from_bits,
     from_codes,
     from_magnitude_codes,
+    hardware_codes,
     magnitude_codes,
     power_of_two_scale,
     scale_inv_of,
@@ -123,7 +124,7 @@ def encoded(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
     elif FORMAT == "bf16":
         return (as_bits(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif HAS_FP8_CASTS and FORMAT == "e4m3":
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return hardware_codes(x, FORMAT)
     elif FORMAT == "root8":
         return magnitude_codes(x, FORMAT).to(tl.uint8)
     else:

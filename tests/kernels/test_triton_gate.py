@@ -92,14 +92,14 @@ def test_without_triton_it_is_said_once(monkeypatch, caplog):
 def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, monkeypatch, caplog):
     monkeypatch.setattr(triton_gate, "_capability", lambda device: (9, 0))
 
-    def obstacle(device, has_fp8_casts):  # a stand-in: the trial itself needs Triton, and a GPU
-        assert device == torch.device("cuda", 1) and has_fp8_casts
+    def obstacle(device):  # a stand-in: the trial itself needs Triton, and a GPU
+        assert device == torch.device("cuda", 1)
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_common", types.SimpleNamespace(obstacle=obstacle))
-    monkeypatch.setattr(kernels, "triton_common", sys.modules["fp8_backends.kernels.triton_common"], raising=False)
+    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_matrix", types.SimpleNamespace(obstacle=obstacle))
+    monkeypatch.setattr(kernels, "triton_matrix", sys.modules["fp8_backends.kernels.triton_matrix"], raising=False)
     with caplog.at_level(logging.WARNING):
         assert triton_gate._passes_trial(1) == (found is None)
     assert [str(found) in record.message and "cuda:1" in record.message for record in caplog.records] == [True] * bool(

@@ -10,6 +10,7 @@ import triton.language as tl
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2, FP16, saturating_cast
 from fp8_backends.kernels import triton_common as common
+from fp8_backends.kernels import triton_matrix
 
 BLOCK = 2**15
 
@@ -107,12 +108,16 @@ def test_conversions_and_magnitudes_of_every_number(dtype):
     assert same_bits(magnitude, scaling.without_nan(x.float()).abs())
 
 
-def test_the_trial_of_a_device_finds_casts_that_differ(monkeypatch):
-    cpu = torch.device("cpu")
-    assert common.obstacle(cpu, has_fp8_casts=False) is None
+@pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.t()], ids=["codes", "transposed"])
+def test_trial_of_a_device_finds_differing_casts(layout, monkeypatch):
+    cpu, quantize = torch.device("cpu"), triton_matrix.quantize
+    assert triton_matrix.obstacle(cpu) is None
 
-    def wrong_in_two(x, fmt):
-        return saturating_cast(torch.where(x.abs() == 1.0625, 2 * x, x), fmt)
+    def wrong_in_one(x, fmt, scale):
+        made = quantize(x, fmt, scale)
+        codes = made.codes if layout(made.codes) is made.codes else made.transposed
+        codes.view(torch.uint8)[1, 2] += 1
+        return made
 
-    monkeypatch.setattr(common, "saturating_cast", wrong_in_two)
-    assert common.obstacle(cpu, has_fp8_casts=False) == "2 of 65536 casts to e4m3 differ from PyTorch's"
+    monkeypatch.setattr(triton_matrix, "quantize", wrong_in_one)
+    assert triton_matrix.obstacle(cpu) == "1 of 65536 casts of torch.float32 to e4m3 differ from PyTorch's"
