@@ -590,7 +590,7 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
 
 
 def summary(records: Records) -> str:
-    """The few figures of `README.rst`: those of the usual CPU with bf16 products, and what no GPU has shown yet."""
+    """Return the few figures of `README.rst`: of a GPU, and of the usual CPU with bf16 products."""
     features = targets.USUAL[0]
     measured = targets.of_cpu(records, features)
     rows = [[row.what, row.shown(records)] for row in targets.SUMMARY_ON_GPU]
@@ -599,10 +599,10 @@ def summary(records: Records) -> str:
     for name in sorted({row.file for row in targets.SUMMARY} & set(measured)):
         machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
         machines[f"{chip}{machine.partition(chip)[2]}"] = None
-    caption = (
-        textwrap.fill(f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}.", 120) if machines else None
-    )
-    return "\n\n".join(filter(None, [rst(["what", "measured"], rows), caption]))
+    captions = [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
+    for name in {row.file for row in targets.SUMMARY_ON_GPU} & set(records):
+        captions.insert(0, f"GPU figures are from one {where(records[name])}.")
+    return "\n\n".join([rst(["what", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -338,8 +338,14 @@ def _times(backend: str) -> Callable[[dict], str]:
     return read
 
 
-def _gpu_times(record: dict) -> str:
-    return f"{speed(_8B, 'native', 'bf16', 'compiled')({_8B: record}):.2f}"
+def _on_gpu(read: Callable[[dict], str]) -> Callable[[dict], str]:
+    """Join the figures of three backends in a compiled step."""
+    names = ("native:dynamic", "ao:tensorwise", "msamp:O2")
+    return lambda record: ", ".join(read(one(record["results"], backend=name, form="compiled")) for name in names)
+
+
+def _peak_on_gpu(result: dict) -> str:
+    return f"{100 * result['peak_to_plain'] - 100:+.0f} %".replace("-", "\N{MINUS SIGN}")
 
 
 SUMMARY = (
@@ -370,7 +376,14 @@ SUMMARY = (
     Figure("the same, ``ao:tensorwise``", "step_cpu", _times("ao:tensorwise")),
 )
 """Of the usual CPU with bf16 products."""
-SUMMARY_ON_GPU = (Figure("**on a GPU**: tokens/s / bf16's, layers of Llama 8B, ``native``, compiled", _8B, _gpu_times),)
+SUMMARY_ON_GPU = (
+    Figure(
+        "**on a GPU**, four layers of Llama 8B, compiled: tokens/s / bf16's, ``native``, ``ao``, ``msamp:O2``",
+        _8B,
+        _on_gpu(lambda result: f"{result['times_plain']['ratio']:.2f}"),
+    ),
+    Figure("peak memory of that step, over bf16's", _8B, _on_gpu(_peak_on_gpu)),
+)
 
 
 def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:

@@ -18,14 +18,15 @@ class GPURules(TorchDispatchMode):
 
     Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
     on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. What the fake kernel does
-    not check, E5M2 by E5M2 and a rowwise output that is not bf16, is asserted here. A CPU has no product with block
+    not check, E5M2 by E5M2, E5M2 in blocks of 128 and a rowwise output that is not bf16, is asserted here. A CPU has no product with block
     scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
     """
 
     def __init__(self, monkeypatch):
         super().__init__()
         mend_cpu_product()  # on some CPUs PyTorch's own takes a thousand times as long
-        monkeypatch.setattr(products, "engine_for", lambda *_: products.SCALED_MM)
+        on_a_gpu, device = products.engine_for, torch.device("cuda")  # without a driver: as for fake tensors
+        monkeypatch.setattr(products, "engine_for", lambda _, *arguments: on_a_gpu(device, *arguments))
         self.products = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -44,6 +45,8 @@ class GPURules(TorchDispatchMode):
             out = func(*tree_map(as_cuda, args), **tree_map(as_cuda, kwargs))
         a, b, scale_a = args[0], args[1], args[2]
         assert not a.dtype == b.dtype == torch.float8_e5m2
+        if func is BLOCK_SCALED_MM and ScalingType(args[3][0]) != ScalingType.BlockWise1x32:
+            assert a.dtype == b.dtype == torch.float8_e4m3fn  # as an H200 and torch 2.11 require
         assert func is BLOCK_SCALED_MM or scale_a.dim() == 0 or out.dtype == torch.bfloat16
         self.products.append((tuple(a.shape), tuple(b.shape)))
 

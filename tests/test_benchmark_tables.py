@@ -48,11 +48,16 @@ def test_a_figure_of_the_summary_is_read_from_its_record():
     shown = tables.summary({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
     assert "  \N{MINUS SIGN}60 %\n" in shown and "  7, 4, 4\n" in shown
     assert "AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026." in shown
-    faster = {"step_8b_gpu": {"results": []}}
-    for backend, rate in {"bf16": 100, "native:dynamic": 140, "native:delayed": 150}.items():
-        row = {"backend": backend, "form": "compiled", "tokens_per_second": rate}
-        faster["step_8b_gpu"]["results"].append(row)
-    assert re.search(r"^\*\*on a GPU\*\*.*  1.50$", tables.summary(faster), re.M)
+    results = [
+        {"backend": name, "form": "compiled", "times_plain": {"ratio": ratio}, "peak_to_plain": peak}
+        for name, ratio, peak in (("native:dynamic", 1.4, 0.9), ("ao:tensorwise", 1.2, 1.1), ("msamp:O2", 1.5, 0.6))
+    ]
+    shown = tables.summary(
+        {"step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}}
+    )
+    assert re.search(r"^\*\*on a GPU\*\*.*  1.40, 1.20, 1.50$", shown, re.M)
+    assert re.search(r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %$", shown, re.M)
+    assert "GPU figures are from one NVIDIA H200" in shown
 
 
 def test_the_command_writes_the_documents_that_are_named(tmp_path, monkeypatch):

@@ -28,9 +28,9 @@ VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch
 """The dtype in which engines without FP8 products multiply the codes; it holds every code exactly."""
 
 
-def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic") -> str:
+def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic", has_e5m2: bool = False) -> str:
     """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands for all rules
-    without block scales).
+    without block scales). has_e5m2: an operand is E5M2, which PyTorch does not multiply in blocks of 128.
 
     - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32 (`mxfp8`) on Blackwell.
     - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU with bf16 products.
@@ -38,7 +38,7 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
     - `emulated`: the codes in FP32, for devices without FP8 products or with other codes (MI300).
     """
     if device.type == "cuda":
-        return engine_of_gpu(scaling, device)
+        return EMULATED if has_e5m2 and scaling == "blockwise" else engine_of_gpu(scaling, device)
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
@@ -88,7 +88,8 @@ def block_scaled_product(
     assert a.codes.shape[1] == b.codes.shape[1]
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
     product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32
-    engine = engine_for(a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise")
+    has_e5m2 = torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype)
+    engine = engine_for(a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise", has_e5m2)
     if engine == SCALED_MM:
         multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
         product = multiply(a, b, b_blocks, product_dtype)

@@ -9,7 +9,7 @@ from gpu_rules import BLOCK_SCALED_MM, GPURules, block_product
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends import prepare
+from fp8_backends import FP8RecipeKwargs, prepare
 from fp8_backends.compute import hardware, products
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import EMULATED, block_scaled_product, swizzled
@@ -142,7 +142,7 @@ def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(block
 
 
 def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
-    def engine_for(device, out_dtype, scaling="dynamic"):
+    def engine_for(device, out_dtype, scaling="dynamic", has_e5m2=False):
         return EMULATED if scaling == "mxfp8" else products.engine_for(device, out_dtype)
 
     monkeypatch.setattr("fp8_backends.compute.native.backend.engine_for", engine_for)
@@ -150,3 +150,17 @@ def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
     assert ["native:mxfp8 are emulated on cpu" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_e5m2_in_blocks_of_128_is_emulated_on_a_gpu(monkeypatch, caplog):
+    """An H200 with torch 2.11 refuses it; without a driver a CUDA device stands for an FP8 GPU."""
+    on_a_gpu, gpu = products.engine_for, torch.device("cuda")
+    engine_for = "fp8_backends.compute.native.backend.engine_for"
+    monkeypatch.setattr(engine_for, lambda _, *arguments: on_a_gpu(gpu, *arguments))
+    notices = []
+    for fp8_format in ("E4M3", "HYBRID"):
+        caplog.clear()
+        recipe = FP8RecipeKwargs(backend="native:blockwise", fp8_format=fp8_format)
+        prepare(nn.Sequential(nn.Linear(16, 16)), None, recipe)
+        notices.append("native:blockwise are emulated" in caplog.text)
+    assert notices == [False, True]

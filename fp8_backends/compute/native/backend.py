@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...announcement import logger
-from ...formats.formats import E4M3, RECIPE_FORMATS
+from ...formats.formats import E4M3, E5M2, RECIPE_FORMATS
 from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...kernels.triton_gate import usable
 from ...tensors.parameter_swap import swap
@@ -141,7 +141,8 @@ class NativeCompute(Compute):
         rule, device = module.fp8_rule, module.weight.device
         if isinstance(module, FP8ExpertWeight) and not rule.has_blocks:
             return grouped_engine_for(device)
-        return engine_for(device, module.fp8_out_dtype, rule.scaling if rule.has_blocks else "dynamic")
+        scaling, has_e5m2 = rule.scaling if rule.has_blocks else "dynamic", rule.gradient_format == E5M2
+        return engine_for(device, module.fp8_out_dtype, scaling, has_e5m2)
 
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()
