@@ -17,9 +17,9 @@ class GPURules(TorchDispatchMode):
     """Repeats every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
 
     Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
-    on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. What the fake kernel does
-    not check, E5M2 by E5M2, E5M2 in blocks of 128 and a rowwise output that is not bf16, is asserted here. A CPU has no product with block
-    scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
+    on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. We assert here what the fake
+    kernel does not check: no E5M2 by E5M2, none in blocks of 128, and a rowwise output in bf16. A CPU has no product
+    with block scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
     """
 
     def __init__(self, monkeypatch):
