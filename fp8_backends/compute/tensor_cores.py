@@ -13,12 +13,17 @@ with few rows and columns (fewer than 1,024 on H100) over several sums.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from .. import kernels
 from ..errors import RecipeError
 from ..formats.formats import E4M3, E5M2, Format
+from ..kernels.adam_cpu import Library, flags
 
 EXACT = "exact"
 PROMOTION = 128
@@ -68,19 +73,12 @@ def product(
     Raises:
         RecipeError: for a chip without recordings.
     """
-    if c is None:
-        c = torch.zeros(a.shape[0], b.shape[0], device=a.device)
     name = name_of(chip)
     if name == EXACT:
-        return (a.double() @ b.double().t() + c).float()
-    sums = CHIPS[name]
-    part = max(a.shape[1], 1) if fast_accumulation or sums.adds_in_fp32 else PROMOTION
-    if part >= a.shape[1]:
-        return reference(a, b, sums, c)
-    for start in range(0, a.shape[1], part):
-        columns = slice(start, start + part)
-        c = c + reference(a[:, columns], b[:, columns], sums, torch.zeros_like(c))
-    return c
+        return (a.double() @ b.double().t() + (0 if c is None else c)).float()
+    if c is None:
+        return (_operator if torch.compiler.is_compiling() else _product)(a, b, name, fast_accumulation)
+    return _by_reference(a, b, CHIPS[name], fast_accumulation, c)
 
 
 def name_of(chip: str) -> str:
@@ -90,6 +88,68 @@ def name_of(chip: str) -> str:
     if name != EXACT and name not in CHIPS:
         raise RecipeError(f"no recorded sums of {chip!r}: there are recordings of {', '.join((*CHIPS, *ALIASES))}")
     return name
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> torch.Tensor:
+    """Compute `product` without c by C++ on a CPU, else by the reference."""
+    sums, result = CHIPS[chip], torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    library = _library().loaded() if a.device.type == "cpu" else None
+    if library is None:  # rows by rows, for the memory of all products
+        parts = zip(*(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True)
+        return torch.cat([_by_reference(rows, b, sums, fast_accumulation, c) for rows, c in parts])
+    (a, a_values), (b, b_values) = ((x.contiguous(), _decoded(x.dtype)) for x in (a, b))
+    pointers = (x.data_ptr() for x in (a, b, a_values, b_values, result))
+    promotes = not fast_accumulation and not sums.adds_in_fp32
+    numbers = (*result.shape, a.shape[1], sums.group, sums.bits, sums.result_bits, promotes, sums.adds_in_fp32)
+    library.add_products(ctypes.byref(_Table(*pointers, *numbers, torch.get_num_threads())))
+    if all(_is_finite(x) for x in (a, b)):
+        return result
+    exact = a.double() @ b.double().t()
+    return result.where(exact.isfinite(), exact.float())
+
+
+_operator = torch.library.custom_op("fp8_backends::tensor_core_product", _product, mutates_args=())
+
+
+@_operator.register_fake
+def _(a, b, chip, fast_accumulation) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("a", "b", "a_values", "b_values", "result")] + [
+        (name, ctypes.c_int64)
+        for name in "rows columns contraction group bits result_bits promotes adds_in_fp32 threads".split()
+    ]
+
+
+@functools.cache
+def _library() -> Library:
+    return Library(Path(kernels.__file__).with_name("tensor_cores.cpp"), flags(), "the emulation of tensor cores")
+
+
+@functools.cache
+def _decoded(dtype: torch.dtype) -> torch.Tensor:
+    """Return the FP32 values of 256 codes, then the powers of two of their exponents; 0 for both if not finite."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    values = values.where(values.isfinite(), 0)
+    powers = _power_of_two(_exponent(values, _FORMATS[dtype])).where(values != 0, 0)
+    return torch.cat([values, powers]).float()
+
+
+def _is_finite(codes: torch.Tensor) -> bool:
+    magnitudes = codes.view(torch.uint8) & 0x7F
+    return not magnitudes.numel() or int(magnitudes.max()) < (0x7F if codes.dtype == E4M3.dtype else 0x7C)
+
+
+def _by_reference(
+    a: torch.Tensor, b: torch.Tensor, sums: Sums, fast_accumulation: bool, c: torch.Tensor
+) -> torch.Tensor:
+    if fast_accumulation or sums.adds_in_fp32:
+        return reference(a, b, sums, c)
+    for a_part, b_part in zip(a.split(PROMOTION, 1), b.split(PROMOTION, 1), strict=True):
+        c = c + reference(a_part, b_part, sums, torch.zeros_like(c))
+    return c
 
 
 def reference(a: torch.Tensor, b: torch.Tensor, sums: Sums, c: torch.Tensor) -> torch.Tensor:
