@@ -55,6 +55,8 @@ CHIPS = {
 ALIASES = {"h200": "h100", "h20": "h100", "h800": "h100", "gh200": "h100", "hopper": "h100"} | dict.fromkeys(
     ("l4", "l40", "l40s", "rtx40", "rtx4060", "rtx4070", "rtx4080", "rtx4090", "rtx6000ada"), "ada"
 )
+OF_CHIP = {"hopper": "h100", "ada": "ada", "blackwell": "b200"}
+"""Sums of the keys of `chips.CHIPS`."""
 _FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
