@@ -102,11 +102,6 @@ def kernels(kind: Kind) -> CPUKernels | None:
 
 @functools.cache
 def _library(kind: Kind) -> Library:
-    capability, instructions = torch.backends.cpu.get_cpu_capability(), []
-    if capability.startswith("AVX512"):
-        instructions = _AVX512
-    elif capability == "AVX2":
-        instructions = ["-mavx2", "-mf16c"]
     formats = (*map(kind.format, range(4)), FORMATS[kind.copy] if kind.copy else E4M3)
     names = ("WEIGHT", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COPY")
     constants = {name: fmt.name.upper() for name, fmt in zip(names, formats, strict=True)} | {
@@ -117,7 +112,15 @@ def _library(kind: Kind) -> Library:
         "MAXIMIZE": int(kind.maximize),
         "STOCHASTIC": int(kind.stochastic),
     }
-    return Library(_SOURCE, (*_FLAGS, *instructions, *(f"-D{name}={value}" for name, value in constants.items())))
+    return Library(_SOURCE, (*flags(), *(f"-D{name}={value}" for name, value in constants.items())))
+
+
+def flags() -> list[str]:
+    """Return the compiler's flags for the vector instructions that PyTorch uses."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return _FLAGS + _AVX512
+    return _FLAGS + ["-mavx2", "-mf16c"] * (capability == "AVX2")
 
 
 class Library:
@@ -126,10 +129,11 @@ class Library:
     Args:
         source: C++ file.
         flags: for the compiler: g++, clang++ or the environment variable `CXX`.
+        name: of its computation, for messages.
     """
 
-    def __init__(self, source: Path, flags: Sequence[str]):
-        self._source, self._flags = source, tuple(flags)
+    def __init__(self, source: Path, flags: Sequence[str], name: str = "the optimizer step"):
+        self._source, self._flags, self._name = source, tuple(flags), name
         self._loaded: ctypes.CDLL | None = None
         self._next_try = 0.0
         self._lock = threading.Lock()
@@ -152,35 +156,35 @@ class Library:
     def _load(self) -> None:
         is_first, start = not self._next_try, time.monotonic()
         try:
-            self._loaded = _load(self._source, self._flags)
+            self._loaded = _load(self._source, self._flags, self._name)
         except (OSError, subprocess.SubprocessError) as error:
             now = time.monotonic()
             self._next_try = now + max(_SHORTEST_PAUSE, _PAUSE_PER_SECOND * (now - start))
             if is_first:
                 warnings.warn(
-                    "the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or "
+                    f"{self._name} runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or "
                     "what the environment variable CXX names) and a folder where code may be written and loaded "
                     f"(XDG_CACHE_HOME or TMPDIR), and this failed: {error}",
                     stacklevel=3,
                 )
 
 
-def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _load(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
     """Load the library from the cache, else from a temporary folder. Raises OSError if both fail, and
     `subprocess.TimeoutExpired` for an endless compiler."""
     try:
-        return ctypes.CDLL(str(_compiled_once(_cache(), source, flags)))
+        return ctypes.CDLL(str(_compiled_once(_cache(), source, flags, name)))
     except OSError as error:
         failure = str(error)
     try:
-        with tempfile.TemporaryDirectory(prefix="fp8_backends-", ignore_cleanup_errors=True) as name:
-            folder = Path(os.path.realpath(name))
+        with tempfile.TemporaryDirectory(prefix="fp8_backends-", ignore_cleanup_errors=True) as path:
+            folder = Path(os.path.realpath(path))
             make_own(folder)
-            loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags)))  # stays in memory
+            loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags, name)))  # stays in memory
     except OSError as error:
         raise OSError("; ".join(dict.fromkeys((failure, str(error))))) from None
     warnings.warn(
-        f"the optimizer step was compiled for this process alone, as each process will: {failure}. Let the "
+        f"{name} was compiled for this process alone, as each process will: {failure}. Let the "
         "environment variable XDG_CACHE_HOME name a folder of your own that can be written, on a disk with "
         "space from which code may be loaded, and that others cannot write, nor what lies above it",
         stacklevel=4,
@@ -199,18 +203,19 @@ def _cache() -> Path:
     return folder
 
 
-def _compiled_once(folder: Path, source: Path, flags: tuple[str, ...]) -> Path:
+def _compiled_once(folder: Path, source: Path, flags: tuple[str, ...], name: str) -> Path:
     """Return a verified library, or compile it."""
     compiler = _compiler()
     # several machines and containers may share a home folder
     kind = (compiler, flags, platform.system(), platform.machine(), platform.libc_ver())
     key = hashlib.sha256(source.read_bytes() + repr(kind).encode()).hexdigest()[:32]
-    library = _verified(folder, key)
+    stem = f"{source.stem}-{key}"
+    library = _verified(folder, stem)
     if library is None:
-        if not any(folder.glob("adam-*.so")):
-            announce(f"compiling the optimizer's step for this CPU with {shlex.join(compiler)}: a few seconds, once")
-        with _locked(folder / f"adam-{key}.lock"):
-            library = _verified(folder, key) or _compiled(folder, key, [*compiler, *flags, str(source)])
+        if not any(folder.glob(f"{source.stem}-*.so")):
+            announce(f"compiling {name} for this CPU with {shlex.join(compiler)}: a few seconds, once")
+        with _locked(folder / f"{stem}.lock"):
+            library = _verified(folder, stem) or _compiled(folder, stem, [*compiler, *flags, str(source)])
     return library
 
 
@@ -227,9 +232,9 @@ def _compiler() -> list[str]:
     return [next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")]
 
 
-def _verified(folder: Path, key: str) -> Path | None:
-    """Find the library of that key with the content its name promises."""
-    for path in folder.glob(f"adam-{key}-*.so"):
+def _verified(folder: Path, stem: str) -> Path | None:
+    """Find the library of that name with the content its name promises."""
+    for path in folder.glob(f"{stem}-*.so"):
         content = read_own(path)
         if content is not None and hashlib.sha256(content).hexdigest() == path.stem.rpartition("-")[2]:
             return path
@@ -259,7 +264,7 @@ def _locked(lock: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _compiled(folder: Path, key: str, command: list[str]) -> Path:
+def _compiled(folder: Path, stem: str, command: list[str]) -> Path:
     """Compile in a folder inside this one, with OpenMP if possible, and rename the library into place.
 
     Raises:
@@ -279,7 +284,7 @@ def _compiled(folder: Path, key: str, command: list[str]) -> Path:
             except subprocess.CalledProcessError as error:
                 raise OSError(f"{error}\n{error.stderr}") from None
         new.chmod(0o600)
-        library = folder / f"adam-{key}-{hashlib.sha256(new.read_bytes()).hexdigest()}.so"
+        library = folder / f"{stem}-{hashlib.sha256(new.read_bytes()).hexdigest()}.so"
         os.replace(new, library)
     return library
 

@@ -34,6 +34,7 @@ from ..compute.fields import (
     word,
 )
 from ..compute.interface import Compute
+from ..compute.tensor_cores import CHIPS, EXACT
 from ..compute.torchao import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
@@ -269,6 +270,15 @@ class GatherField(KwargsHandler):
     codes serves both products, so not with rowwise or mxfp8; else as stored)."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class SumsField(KwargsHandler):
+    """Sums of products."""
+
+    sums: str = setting(EXACT, one_of(EXACT, *CHIPS), scalings=("dynamic", "delayed", "rowwise", "window"), idle=EXACT)
+    """Emulate the sums of a chip's tensor cores on a CPU, in fewer bits than FP32; exact: the device's own sums, FP32
+    on a CPU (native)."""
+
+
 @dataclass(eq=False, repr=False)
 class LevelFields(KwargsHandler):
     """Fields of the levels, for any backend."""
@@ -309,7 +319,7 @@ def _declared(*holders: type) -> dict[str, Field]:
 COMMON = _declared(CommonFields)
 OF_LEVELS = {name: field for name, field in _declared(LevelFields).items() if name != "opt_level"}
 FIELDS = _declared(
-    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, CommonFields
+    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, SumsField, CommonFields
 )
 """Every field of this package."""
 NAMING = ("backend", "scaling", "opt_level")

@@ -34,6 +34,7 @@ from .fields import (
     LevelFields,
     RuleFields,
     ScalingField,
+    SumsField,
     fields_of,
     mxfp8_scaling,
     readers,
@@ -223,7 +224,7 @@ class MSAMPRecipeKwargs(Recipe, LevelFields):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadField):
+class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadField, SumsField):
     """Train with this package's products: `native:dynamic`, or another scaling."""
 
     backend_name = "native"
@@ -232,7 +233,7 @@ class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadFiel
 @_explains_names
 @dataclass(eq=False, repr=False)
 class FP8RecipeKwargs(
-    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, HeadField, BackendField
+    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, HeadField, SumsField, BackendField
 ):
     """Train with any backend by its string, and its fields, also those of a registered backend."""
 

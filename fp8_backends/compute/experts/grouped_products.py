@@ -20,6 +20,7 @@ from ...kernels.triton_gate import usable
 from .. import hardware, products
 from ..native.layer_rule import ALONG_CONTRACTION, fp8_product
 from ..products import ALIGNMENT, engine_for, pad, row_major
+from ..tensor_cores import EXACT
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
 BY_ROWS, _PLAIN = "rowwise", "plain"
@@ -111,6 +112,7 @@ def grouped_product(
     scaling: str = BY_ROWS,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
+    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return `a[row] @ b[group].T` for each row of a, with FP32 accumulation: [rows, at least n] of out_dtype.
 
@@ -119,11 +121,11 @@ def grouped_product(
     scaling: BY_ROWS, where zero codes may pad k and n, and out_dtype is bf16, or a rule with block scales.
     """
     if scaling != BY_ROWS:
-        return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, scaling, out_dtype, fast_accumulation)
+        return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, scaling, out_dtype, fast_accumulation, sums)
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
         operands = a.codes, a.scale_inv.unsqueeze(1), b.codes, b.scale_inv.unsqueeze(2), groups.operand_ends
-        out = torch.ops.fp8_backends.grouped_product(*operands, scaling, torch.bfloat16, fast_accumulation)
+        out = torch.ops.fp8_backends.grouped_product(*operands, scaling, torch.bfloat16, fast_accumulation, sums)
     else:
         out = torch._scaled_grouped_mm(
             row_major(pad(a.codes, 1, ALIGNMENT)),
@@ -138,16 +140,21 @@ def grouped_product(
 
 
 def grouped_wgrad(
-    a: Quantized, b: Quantized, groups: Groups, scaling: str = BY_ROWS, out_dtype: torch.dtype = torch.bfloat16
+    a: Quantized,
+    b: Quantized,
+    groups: Groups,
+    scaling: str = BY_ROWS,
+    out_dtype: torch.dtype = torch.bfloat16,
+    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return `a[:, rows of g] @ b[:, rows of g].T` for each group, zeros for one without rows: [groups, at least m, at
     least k] of out_dtype. a, b: codes [m or k, places], scale_inv [groups, m or k], laid out for an operand; with block
     scales as `quantize_groups_in_blocks` transposes them."""
     if scaling != BY_ROWS:
-        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype)
+        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype, sums)
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
-        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.operand_ends, scaling, torch.bfloat16)
+        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.operand_ends, scaling, torch.bfloat16, sums)
     a_codes, b_codes = (row_major(pad(q.codes, ALIGNMENT, 1)) for q in (a, b))
     return torch._scaled_grouped_mm(
         a_codes,
@@ -170,7 +177,7 @@ def plain_product(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Ten
     if a.dtype == torch.bfloat16 and a.device.type == "cuda":
         n, operands = b.shape[1], (row_major(pad(a, 1, ALIGNMENT)), pad(b, ALIGNMENT, ALIGNMENT).transpose(1, 2))
         return F.grouped_mm(*operands, offs=groups.ends).narrow(1, 0, n)
-    return torch.ops.fp8_backends.grouped_product(a, None, b, None, groups.ends, _PLAIN, a.dtype, False)
+    return torch.ops.fp8_backends.grouped_product(a, None, b, None, groups.ends, _PLAIN, a.dtype, False, EXACT)
 
 
 def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -178,7 +185,7 @@ def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tenso
     if a.dtype == torch.bfloat16 and a.device.type == "cuda":
         left, right = (row_major(pad(operand, 1, ALIGNMENT)) for operand in (a, b))
         return F.grouped_mm(left.t(), right, offs=groups.ends).narrow(1, 0, a.shape[1]).narrow(2, 0, b.shape[1])
-    return torch.ops.fp8_backends.grouped_wgrad(a.t(), None, b.t(), None, groups.ends, _PLAIN, a.dtype)
+    return torch.ops.fp8_backends.grouped_wgrad(a.t(), None, b.t(), None, groups.ends, _PLAIN, a.dtype, EXACT)
 
 
 # Group by group, in operators: no compiler knows the sizes of the groups
@@ -196,6 +203,7 @@ def _product_by_group(
     scaling: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
+    sums: str,
 ) -> torch.Tensor:
     out, along = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype), ALONG_CONTRACTION.get(scaling)
     for group, begin, end in rows_of_groups(ends):
@@ -205,7 +213,7 @@ def _product_by_group(
         else:
             left = Quantized(rows, a_scale_inv.narrow(0, begin, end - begin))
             right = Quantized(matrix, b_scale_inv.select(0, group))
-            product = fp8_product(along, left, right, out_dtype, True, fast_accumulation)
+            product = fp8_product(along, left, right, out_dtype, True, fast_accumulation, sums)
         out.narrow(0, begin, end - begin).copy_(product)
     return out
 
@@ -218,6 +226,7 @@ def _wgrad_by_group(
     ends: torch.Tensor,
     scaling: str,
     out_dtype: torch.dtype,
+    sums: str,
 ) -> torch.Tensor:
     out, along = a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=out_dtype), ALONG_CONTRACTION.get(scaling)
     rows = rows_of_groups(ends)
@@ -233,7 +242,8 @@ def _wgrad_by_group(
                 scales = [scale.narrow(1, *block_places(group, begin, end, along.blocks)) for scale in scales]
             else:
                 scales = [scale.select(0, group).unsqueeze(1) for scale in scales]
-            product = fp8_product(along, Quantized(left, scales[0]), Quantized(right, scales[1]), out_dtype, False)
+            operands = Quantized(left, scales[0]), Quantized(right, scales[1])
+            product = fp8_product(along, *operands, out_dtype, False, sums=sums)
         out.select(0, group).copy_(product)
     return out
 
@@ -242,11 +252,11 @@ _product = torch.library.custom_op(
     "fp8_backends::grouped_product", _product_by_group, mutates_args=(), tags=READS_SIZES
 )
 _product.register_fake(
-    lambda a, a_inv, b, b_inv, ends, scaling, dtype, fast: a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    lambda a, a_inv, b, b_inv, ends, scaling, dtype, fast, sums: a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 )
 _wgrad = torch.library.custom_op("fp8_backends::grouped_wgrad", _wgrad_by_group, mutates_args=(), tags=READS_SIZES)
 _wgrad.register_fake(
-    lambda a, a_inv, b, b_inv, ends, scaling, dtype: a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=dtype)
+    lambda a, a_inv, b, b_inv, ends, scaling, dtype, sums: a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=dtype)
 )
 
 

@@ -199,7 +199,8 @@ class GroupedFunction(torch.autograd.Function):
             y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
         else:
             operands = x8.along_columns(), w8.along_columns()
-            y = grouped_product(*operands, groups, rule.grouped_scaling, out_dtype, fast_accumulation=True)
+            how = rule.grouped_scaling, out_dtype, rule.fast_accumulation, rule.sums
+            y = grouped_product(*operands, groups, *how)
             y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
         amaxes = (None, None)
         if state is not None and records:
@@ -329,7 +330,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
     if gathered or rule.along is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
-    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
+    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype, sums=rule.sums)
 
 
 def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
@@ -338,7 +339,7 @@ def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Te
         operands = dy, x.codes.to(dy.dtype)
         return plain_wgrad(*(reversed(operands) if transposed else operands), groups)
     operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
-    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype)
+    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype, rule.sums)
 
 
 def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:

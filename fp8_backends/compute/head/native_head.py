@@ -8,7 +8,7 @@ from ...formats.formats import Format
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from ...kernels.layouts import Layouts
 from ..counts import KINDS, RECOMPUTED
-from ..native.layer_rule import DGRAD, FPROP, WGRAD, Stored, fp8_product, quantized
+from ..native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized
 from ..native.linear import FROZEN, FP8Linear
 from ..products import plain_product
 from .deferred_logits import DefersLogits, HeadProducts
@@ -58,7 +58,7 @@ class FP8HeadProducts(HeadProducts):
         if not fp8_fprop:
             return self.biased(plain_product(x.to(self.out_dtype), self.matrix))
         x8 = self.x8.along_columns()
-        return self.biased(fp8_product(self.rule.along, x8, self.codes, self.out_dtype, fast_accumulation=True))
+        return self.biased(self.rule.product(x8, self.codes, self.out_dtype, fprop=True))
 
     def gradients(
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
@@ -68,12 +68,11 @@ class FP8HeadProducts(HeadProducts):
         if fp8_dgrad or fp8_wgrad:
             dy8 = self._quantized(dlogits, self.rule.gradient_format, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
         if fp8_dgrad:
-            dx = fp8_product(self.rule.along, dy8.along_columns(), self.transposed, self.out_dtype)
+            dx = self.rule.product(dy8.along_columns(), self.transposed, self.out_dtype)
         elif of_input:
             dx = plain_product(dlogits, self.matrix.t())
         if fp8_wgrad:
-            operands = dy8.along_rows(), self.x8.along_rows()
-            dw = fp8_product(self.rule.along, *operands, self.out_dtype, by_weight=False)
+            dw = self.rule.product(dy8.along_rows(), self.x8.along_rows(), self.out_dtype, by_weight=False)
         elif of_weight:
             dw = plain_product(dlogits.t(), self.x.to(self.out_dtype).t())
         return dx, dw

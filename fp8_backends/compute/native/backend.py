@@ -32,7 +32,7 @@ from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..head.native_head import FP8Head
 from ..interface import Compute, Recipe, check_saved_states
-from ..products import EMULATED, engine_for
+from ..products import EMULATED, emulates, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
 from .gathered_weights import ExpertCodes, WeightCodes
 from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
@@ -51,7 +51,7 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head")
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head", "sums")
     casts_by = "the layer's own rule"
     takes_conv1d = True
     defers_head = True
@@ -139,6 +139,8 @@ class NativeCompute(Compute):
     def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
         """Return the engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = module.fp8_rule, module.weight.device
+        if emulates(rule.sums, device):
+            return f"{rule.sums} sums"
         if isinstance(module, FP8ExpertWeight) and not rule.has_blocks:
             return grouped_engine_for(device)
         scaling, has_e5m2 = rule.scaling if rule.has_blocks else "dynamic", rule.gradient_format == E5M2
@@ -299,4 +301,5 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         bool(recipe.use_autocast_during_eval),
         bool(recipe.fp8_params),
         recipe.activation_comm == "fp8",
+        sums=recipe.sums,
     )

@@ -17,6 +17,7 @@ from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ..counts import KINDS
 from ..products import block_scaled_product, scaled_product
+from ..tensor_cores import EXACT
 from .tensor_parallel import Split
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -49,10 +50,11 @@ def fp8_product(
     out_dtype: torch.dtype,
     by_weight: bool = True,
     fast_accumulation: bool = False,
+    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless `by_weight` is False."""
     if along is None or along.blocks is ROWS:
-        return scaled_product(a, b, out_dtype, fast_accumulation)
+        return scaled_product(a, b, out_dtype, fast_accumulation, sums)
     return block_scaled_product(a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype)
 
 
@@ -69,6 +71,16 @@ class LayerRule(NamedTuple):
     """True for a frozen FP8 weight (`fp8_params`)."""
     fp8_activations: bool = False
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
+    fast_accumulation: bool = True
+    """Of fprop."""
+    sums: str = EXACT
+    """Sums of products to emulate on a CPU."""
+
+    def product(
+        self, a: Quantized, b: Quantized, out_dtype: torch.dtype, by_weight: bool = True, fprop: bool = False
+    ) -> torch.Tensor:
+        """Compute `fp8_product`."""
+        return fp8_product(self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation, self.sums)
 
     @property
     def along(self) -> AlongContraction | None:
@@ -110,7 +122,9 @@ class LayerRule(NamedTuple):
         i, go = self.forward_format.name, self.gradient_format.name
         stored = " stored" if self.frozen_weight else ""
         high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{high}" if high else "")
+        sums = "" if self.sums == EXACT else f",sums:{self.sums}"
+        slow = "" if self.fast_accumulation else ",fast accumulation off"
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}" + (f",high:{high}" if high else "")
 
 
 def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
-from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, fp8_product, new_state, quantized
+from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state, quantized
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
@@ -281,7 +281,7 @@ class LinearFunction(torch.autograd.Function):
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype)
+            dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype, rule.sums)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
@@ -315,7 +315,7 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
         w8 = Quantized(*stored)
     elif w8.codes is None:
         w8 = stored.in_blocks(rule.along.weight_blocks, rule.forward_format)
-    return fp8_product(rule.along, x8, w8, out_dtype, fast_accumulation=True)
+    return rule.product(x8, w8, out_dtype, fprop=True)
 
 
 def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split: Split | None) -> torch.Tensor:
@@ -325,11 +325,11 @@ def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split: Split | None) -> tor
     w8 = Quantized(*weight)
     if rule.along is not None:
         w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
-    return fp8_product(rule.along, dy8.along_columns(), w8, out_dtype)
+    return rule.product(dy8.along_columns(), w8, out_dtype)
 
 
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
-    return fp8_product(rule.along, dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)
+    return rule.product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)

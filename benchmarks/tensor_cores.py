@@ -1,0 +1,86 @@
+"""Are the emulated sums of tensor cores those of the chips, to the bit?
+
+Compares `fp8_backends.compute.tensor_cores.product` with recordings of single instructions: D = A @ B.T + C, 5,000
+rows a chip and format. The recordings are the folder `model_validation` of
+https://github.com/north-numerical-computing/MATLAB-tensor-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from measuring import cpu_features, table, write_json
+
+from fp8_backends.compute import tensor_cores
+from fp8_backends.formats.formats import E4M3, E5M2
+
+WGMMA = ("H100", "H200")
+"""Recorded with C = 0, whatever their files of C hold."""
+
+
+def numbers(file: Path, base: int) -> torch.Tensor:
+    """FP32 numbers written as hexadecimal or binary integers."""
+    return torch.tensor([int(word, base) for word in file.read_text().split()]).to(torch.int32).view(torch.float32)
+
+
+def recorded(folder: Path, chip: str, fmt) -> tuple[torch.Tensor, ...]:
+    """Codes of A and B [rows, 32], C and D [rows]."""
+    name = fmt.name.upper()
+    a, b = (numbers(folder / chip / name / f"{x}_{chip}_{name}.txt", 16).view(-1, 32) for x in "ab")
+    c, d = (numbers(folder / chip / name / f"{x}_{chip}_fp32.txt", 2) for x in "cd")
+    codes = tuple(x.to(fmt.dtype) for x in (a, b))
+    assert all(torch.equal(x.float(), of) for x, of in zip(codes, (a, b), strict=True))
+    return *codes, torch.zeros_like(c) if chip in WGMMA else c, d
+
+
+def equal(x: torch.Tensor, y: torch.Tensor) -> int:
+    return int((x.view(torch.int32) == y.view(torch.int32)).sum())
+
+
+def compare(a, b, c, d, chip: str) -> dict:
+    """Rows equal to the bit: by the chip's rule with C, without C where that is 0, and by exact sums rounded once."""
+    rows = [(a[i : i + 1], b[i : i + 1], c[i].view(1, 1)) for i in range(len(d))]
+
+    def products(chip, with_c=True):
+        return torch.cat([tensor_cores.product(a, b, chip, c=c if with_c else None).view(1) for a, b, c in rows])
+
+    results = {"rows": len(d), "equal": equal(products(chip), d), "exact_sums_equal": equal(products("exact"), d)}
+    return results | ({"compiled_equal": equal(products(chip, with_c=False), d)} if not c.any() else {})
+
+
+def seconds(chip: str, size: int = 512) -> float:
+    """A product of `size` in all dimensions; the fastest of three."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(size, size).to(E4M3.dtype) for _ in "ab")
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        tensor_cores.product(a, b, chip)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the folder model_validation")
+    parser.add_argument("--json", help="write the record there")
+    arguments = parser.parse_args()
+    results = []
+    for chip in ("H100", "H200", "Ada", "L40S", "B200"):
+        for fmt in (E4M3, E5M2):
+            results.append({"chip": chip, "format": fmt.name} | compare(*recorded(arguments.folder, chip, fmt), chip))
+    speed = {chip: seconds(chip) for chip in tensor_cores.CHIPS}
+    header = ["chip", "format", "rows", "equal", "by exact sums"]
+    keys = ("chip", "format", "rows", "equal", "exact_sums_equal")
+    print(table(header, [[str(each[key]) for key in keys] for each in results]))
+    print(
+        ", ".join(f"{chip}: {1000 * s:.0f} ms for 512 x 512 x 512" for chip, s in speed.items()), f"({cpu_features()})"
+    )
+    write_json(arguments.json, {"question": "sums equal to recordings", "results": results, "seconds_512": speed})
+
+
+if __name__ == "__main__":
+    main()

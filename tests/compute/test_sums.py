@@ -1,0 +1,144 @@
+"""The recipe field `sums`: all products of native training sum as a chip's tensor cores."""
+
+import model_families
+import pytest
+import torch
+from expert_families import make_experts, routed
+from torch import nn
+
+import fp8_backends
+from fp8_backends.compute import hardware, products, tensor_cores
+from fp8_backends.compute.chips import ADA, HOPPER
+from fp8_backends.compute.native import layer_rule
+from fp8_backends.errors import RecipeError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Every product, as (operands, out_dtype, fast accumulation, sums, result)."""
+    calls, original = [], products.scaled_product
+
+    def spy(a, b, out_dtype, fast_accumulation=False, sums="exact"):
+        result = original(a, b, out_dtype, fast_accumulation, sums)
+        calls.append((a, b, out_dtype, fast_accumulation, sums, result.clone()))  # bias is added in place
+        return result
+
+    monkeypatch.setattr(layer_rule, "scaled_product", spy)
+    return calls
+
+
+def check(seen, sums, fast, slow):
+    """Samples of each product equal the reference's sums, times scales, to the bit."""
+    assert [sum(call[3] is flag for call in seen) for flag in (True, False)] == [fast, slow]
+    for a, b, out_dtype, fast_accumulation, called_with, result in seen:
+        rows, columns = (torch.arange(0, len(x.codes), 23) for x in (a, b))
+        codes = a.codes[rows], b.codes[columns]
+        zeros = torch.zeros(len(rows), len(columns))
+        out = tensor_cores._by_reference(*codes, tensor_cores.CHIPS[sums], fast_accumulation, zeros)
+        if a.scale_inv.dim():
+            out = (out * a.scale_inv[rows] * b.scale_inv[columns].t()).to(torch.bfloat16)
+        else:
+            out = out * (a.scale_inv * b.scale_inv)
+        assert called_with == sums and torch.equal(result[rows][:, columns], out.to(out_dtype))
+
+
+def positive_model():
+    """Inputs and weights with a mean, whose long sums Hopper truncates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 256))
+    for layer in (model[0], model[2]):
+        layer.weight.data.abs_()
+    return model
+
+
+def step(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["dynamic", "delayed", "rowwise", "window"])
+@pytest.mark.parametrize("sums", tensor_cores.CHIPS)
+def test_every_product_of_a_training_step_has_the_sums_of_the_chip(scaling, sums, seen, capfd):
+    model = positive_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fp8_backends.prepare(model, optimizer, {"backend": f"native:{scaling}", "sums": sums})
+    step(model, optimizer, torch.rand(300, 512).requires_grad_())
+    check(seen, sums, fast=2, slow=4)
+    assert f"fprop dgrad wgrad ({sums} sums)" in capfd.readouterr().err
+    assert f"sums:{sums}" in repr(model)
+
+
+def test_products_of_a_level_sum_so_too_and_the_loss_tells(seen):
+    losses = {}
+    for sums in ("exact", "h100"):
+        model = positive_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fp8_backends.prepare(model, optimizer, {"backend": "msamp:O2", "sums": sums})
+        losses[sums] = step(model, optimizer, torch.rand(300, 512, generator=torch.Generator().manual_seed(0)))
+    assert 0.9 < losses["h100"] / losses["exact"] < 0.999
+    check([call for call in seen if call[4] == "h100"], "h100", fast=2, slow=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
+def test_products_of_experts_sum_so_too(backend, seen):
+    root = make_experts("mixtral")
+    fp8_backends.prepare(root, None, {"backend": backend, "sums": "h100", "fp8_format": "E4M3"})
+    hidden, chosen, weights = routed(20)
+    root.experts(hidden.requires_grad_(), chosen, weights).sum().backward()
+    used = len(chosen.unique())
+    check(seen, "h100", fast=2 * used, slow=4 * used)
+
+
+@pytest.mark.slow
+def test_products_of_a_head_in_chunks_sum_so_too(seen):
+    model = model_families.build("llama")
+    fields = {"sums": "ada", "fused_head": True, "include": "+lm_head"}
+    fp8_backends.prepare(model, None, {"backend": "native", **fields})
+    batch = model_families.batch()
+    model(**batch).loss.backward()
+    check(seen, "ada", fast=15, slow=30)
+
+
+def test_rules_with_block_scales_and_other_backends_refuse_it_by_name():
+    for backend in ("native:blockwise", "native:mxfp8", "ao", "te"):
+        with pytest.raises(RecipeError, match="sums is not read by.*native"):
+            fp8_backends.resolve({"backend": backend, "sums": "h100"})
+        assert fp8_backends.resolve({"backend": backend, "sums": "exact"}).sums == "exact"
+    with pytest.raises(RecipeError, match="sums='mi300x'"):
+        fp8_backends.resolve({"backend": "native", "sums": "mi300x"})
+
+
+def test_a_gpu_sums_by_itself_and_refuses_the_sums_of_another(monkeypatch):
+    cuda = torch.device("cuda")
+    assert not products.emulates("h100", cuda)  # a fake tensor's
+    monkeypatch.setattr(hardware, "has_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpu_chip", lambda device: HOPPER)
+    assert not products.emulates("h100", cuda) and not products.emulates("exact", cuda)
+    monkeypatch.setattr(hardware, "gpu_chip", lambda device: ADA)
+    with pytest.raises(RecipeError, match="sums='h100' on cuda: .*leave the field out"):
+        products.emulates("h100", cuda)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_sums_so_too():
+    x, results = torch.rand(32, 512), []
+    for compiled in (False, True):
+        model = positive_model()
+        fp8_backends.prepare(model, None, {"backend": "native", "sums": "h100"})
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(x).sum().backward()
+        results.append(model[0].weight.grad)
+    assert torch.equal(*results)
+
+
+def test_an_fp32_weight_has_its_gradient_rounded_once_as_on_a_gpu():
+    assert products.wgrad_dtype(False, CPU, torch.float32, torch.bfloat16, "h100") == torch.float32
+    assert products.wgrad_dtype(False, CPU, torch.float32, torch.bfloat16, "exact") == torch.bfloat16
+    assert products.wgrad_dtype(True, CPU, torch.float32, torch.bfloat16, "h100") == torch.bfloat16
