@@ -255,6 +255,33 @@ def kernels(records: Records) -> str:
     return of_records(records, {"quantize_gpu": "Kernels that quantize a bf16 matrix on a GPU"}, made)
 
 
+def sums(records: Records) -> str:
+    """Return equal bits: recorded products of a GPU, and recorded instructions of several chips."""
+
+    def products(record: dict) -> str:
+        rows = []
+        for each in record["by_depth"]:
+            accumulation = f"``use_fast_accum={each['accumulation'] == 'fast'}``"
+            keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16")
+            shares = [percent(each[key] / each["results"], sign=False) for key in keys]
+            rows.append([accumulation, each["depth"], each["results"], *shares])
+        header = ["``torch._scaled_mm`` with", "K", "results", '``sums="h100"``', "in bf16", "exact sums", "in bf16"]
+        caption = f"Results equal to the bit ({where({'machine': record['recorded_on']})}):"
+        return f"{textwrap.fill(caption, 120)}\n\n{rst(header, rows)}"
+
+    def instructions(record: dict) -> str:
+        rows = [
+            [each["chip"], each["format"], each["rows"], each["equal"], each["exact_sums_equal"]]
+            for each in record["results"]
+        ]
+        return rst(["chip", "format", "instructions", "equal, by the chip's rule", "by exact sums"], rows)
+
+    parts = [products(records["sums_gpu"])] if "sums_gpu" in records else ["Products of a GPU: not yet measured."]
+    if "tensor_cores" in records:
+        parts.append("Recordings of single instructions, K = 32:\n\n" + instructions(records["tensor_cores"]))
+    return "\n\n".join(parts)
+
+
 def communication(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
@@ -614,6 +641,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "predicted": predicted,
     "optimizer": optimizer,
     "kernels": kernels,
+    "sums": sums,
     "communication": communication,
     "memory": memory,
     "largest": largest,

@@ -3,7 +3,8 @@
 Each record is a sample of 32 rows and 32 columns of a product by `torch._scaled_mm`, so that a large product, which
 cuBLAS does not split along K, fits in a small file. `--device cpu` rehearses the recording with exact sums.
 
-    sums.py --out DIR        writes DIR/sums.pt: a dict with `machine` and `records`
+    sums.py --out DIR                          on a GPU: writes DIR/sums.pt, a dict with `machine` and `records`
+    sums.py --compare DIR/sums.pt --json FILE  anywhere: equal results by K, of `tensor_cores.product` and of exact sums
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import machine  # noqa: E402
+from measuring import machine, table, write_json  # noqa: E402
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
@@ -76,12 +77,54 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
     }
 
 
-def main() -> None:
+def compared(entry: dict) -> list[dict]:
+    """Count the results of a record equal to the bit: emulated, and from exact sums rounded once."""
+    from fp8_backends.compute.tensor_cores import product
+
+    a, b = (entry[name].view(FORMATS[fmt]) for name, fmt in zip("ab", entry["formats"], strict=True))
+    rows = []
+    for accumulation, results in entry["results"].items():
+        if results is None:
+            continue
+        row = {name: entry[name] for name in ("formats", "shape", "data", "scales")} | {"accumulation": accumulation}
+        for name, chip in (("emulated", "h100"), ("exact_sums", "exact")):
+            values = product(a, b, chip, accumulation == "fast")
+            if entry["scales"] == "rowwise":  # CUTLASS's epilogue: one factor, then the other
+                values = (values * entry["scale_a"] * entry["scale_b"]).bfloat16()
+            else:  # cuBLAS's: the product of both
+                values = values * (entry["scale_a"] * entry["scale_b"])
+            row[name] = int((values == results).sum())
+            row[f"{name}_in_bf16"] = int((values.bfloat16() == results.bfloat16()).sum())
+        rows.append(row | {"results": results.numel()})
+    return rows
+
+
+def compare(file: Path, json_file: str | None) -> int:
+    """Print a table by K, write the record, and return 1 if an emulated result differs."""
+    recorded = torch.load(file)
+    rows = [row for entry in recorded["records"] for row in compared(entry)]
+    keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16", "results")
+    by_depth = []
+    for accumulation, depth in itertools.product(("fast", "slow"), sorted({row["shape"][2] for row in rows})):
+        chosen = [row for row in rows if row["accumulation"] == accumulation and row["shape"][2] == depth]
+        sums = {key: sum(row[key] for row in chosen) for key in keys}
+        by_depth.append({"accumulation": accumulation, "depth": depth} | sums)
+    print(table(["accumulation", "K", *keys], [list(row.values()) for row in by_depth]))
+    record = {"question": "sums of a GPU", "recorded_on": recorded["machine"], "by_depth": by_depth}
+    write_json(json_file, record)
+    return int(any(row["emulated"] != row["results"] for row in rows))
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
+    parser.add_argument("--compare", type=Path, help="a recorded file")
+    parser.add_argument("--json", help="write the comparison there")
     arguments = parser.parse_args()
+    if arguments.compare:
+        return compare(arguments.compare, arguments.json)
     generator = torch.Generator().manual_seed(0)
     depths = [int(depth) for depth in arguments.depths.split(",")]
     cases = [
@@ -94,7 +137,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.save({"machine": machine(), "records": records}, arguments.out / "sums.pt")
     print(f"{len(records)} products recorded, each with and without fast accumulation")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
