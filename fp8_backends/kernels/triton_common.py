@@ -202,7 +202,7 @@ def obstacle(device: torch.device, has_fp8_casts: bool) -> str | None:
     for fmt in (E4M3, E5M2):
         codes = torch.empty(x.shape, dtype=torch.uint8, device=device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            _cast_kernel[(x.numel() // _TRIAL_BLOCK,)](x, codes, fmt.name, has_fp8_casts, _TRIAL_BLOCK, **OPTIONS)
+            cast_kernel[(x.numel() // _TRIAL_BLOCK,)](x, codes, fmt.name, has_fp8_casts, _TRIAL_BLOCK, **OPTIONS)
         right = codes == saturating_cast(x, fmt).view(torch.uint8)
         right |= x.isnan() & codes.view(fmt.dtype).float().isnan()  # the sign of a NaN is free
         if wrong := int((~right).sum()):
@@ -211,6 +211,6 @@ def obstacle(device: torch.device, has_fp8_casts: bool) -> str | None:
 
 
 @triton.jit
-def _cast_kernel(x_ptr, codes_ptr, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
+def cast_kernel(x_ptr, codes_ptr, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(codes_ptr + at, to_codes(tl.load(x_ptr + at), FORMAT, HAS_FP8_CASTS))
