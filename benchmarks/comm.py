@@ -39,7 +39,7 @@ from fp8_backends.kernels import messages
 from fp8_backends.tools.compare.measuring import sent_bytes
 
 BACKWARD = re.compile(r"evaluate_function: \w+Backward\d*$")
-MESSAGE_KERNELS = ("_pack_kernel", "_sum_kernel", "_unpack_kernel")
+MESSAGE_KERNELS = ("pack_kernel", "sum_kernel", "unpack_kernel")
 
 
 def all_reduces(gradient: torch.Tensor) -> dict[str, Callable[[], object]]:

@@ -45,8 +45,8 @@ def stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
 def scales_and_amaxes(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale_inv of each block of elements, and max |x| of these, or of their roots where these are what is stored
     (uint8); FP32 [blocks]."""
-    values, scale_inv = tensor.dequantize(torch.float32).abs().flatten(), tensor._scale_inv.flatten().clone()
-    values = values.sqrt() if tensor._data.dtype == torch.uint8 else values
+    values, scale_inv = tensor.dequantize(torch.float32).abs().flatten(), tensor.scale_inv.flatten().clone()
+    values = values.sqrt() if tensor.codes.dtype == torch.uint8 else values
     missing = -values.numel() % (tensor.block_size or values.numel())
     return scale_inv, torch.nn.functional.pad(values, (0, missing)).view(scale_inv.numel(), -1).amax(1)
 

@@ -44,7 +44,7 @@ def slot(values, kind):
         return Slot(values.to(kind or torch.float32).clone())
     name, _, block = kind.partition(" ")
     stored = quantize_pair(values) if name == "split" else quantize(values, SCALED[name], block_size=int(block or 0))
-    return Slot(stored._data, stored._scale_inv, int(block or 0), stored.stored.residual)
+    return Slot(stored.codes, stored.scale_inv, int(block or 0), stored.stored.residual)
 
 
 def slots(case, numel, seed=0, gradient=1e-3):

@@ -304,9 +304,9 @@ def test_a_scale_that_stays_while_its_values_shrink_is_told_as_stuck():
     state = quantize(values, torch.float8_e4m3fn, block_size=128)
     optimizer.state[layer.weight]["exp_avg"] = state
     for step, factor, stuck in ((0, 1, 0), (1, 0.5, 0), (2, 0.125, 1), (3, 0.125, 2)):
-        state._data[:8] = (values[:8] * factor * (1 / state._scale_inv[0])).to(torch.float8_e4m3fn)
+        state.codes[:8] = (values[:8] * factor * (1 / state.scale_inv[0])).to(torch.float8_e4m3fn)
         watched.look(step, layer, optimizer)
         assert watched.stuck == ({"exp_avg weight": stuck} if stuck else {})
-    state._scale_inv[0] *= 0.125
+    state.scale_inv[0] *= 0.125
     watched.look(4, layer, optimizer)
     assert watched.stuck == {"exp_avg weight": 2} and watched.points[-1]["exp_avg"]["changed"] == 1

@@ -155,12 +155,12 @@ def _state(zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _data(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor._data if isinstance(tensor, ScaledTensor) else tensor
+    data = tensor.codes if isinstance(tensor, ScaledTensor) else tensor
     return data.view(torch.uint8) if data.dtype.itemsize == 1 else data
 
 
 def _slot(tensor: torch.Tensor) -> Slot:
-    return Slot(tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else Slot(tensor, None)
+    return Slot(tensor.codes, tensor.scale_inv) if isinstance(tensor, ScaledTensor) else Slot(tensor, None)
 
 
 def training(name: str, device: str, backend: str, compiled: bool) -> None:

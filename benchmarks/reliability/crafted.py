@@ -209,18 +209,18 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
         for name in ("exp_avg", "exp_avg_sq"):
             if key == 4 and isinstance(states[name], ScaledTensor):
                 for fault, number in SCALES.items():
-                    yield Case(f"scale of {name}", fault, _refilled(key, name, "_scale_inv", number))
-                if states[name]._data.dtype != torch.uint8:  # all of whose codes are numbers
-                    yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
+                    yield Case(f"scale of {name}", fault, _refilled(key, name, "scale_inv", number))
+                if states[name].codes.dtype != torch.uint8:  # all of whose codes are numbers
+                    yield Case(f"codes of {name}", "NaN", _refilled(key, name, "codes", NAN))
                 gradient = put(lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name))
                 yield Case(name, "a scaled gradient", gradient)
                 rest = torch.ones(states[name].shape, dtype=torch.int8)
                 residual = put(lambda scaled, rest=rest: _marked(scaled, "residual", rest), ("state", key, name))
                 yield Case(name, "a residual", residual)
-                inverted = put(lambda scaled: scaled.view_of(scaled._data.t()[:1]), ("state", key, name))
+                inverted = put(lambda scaled: scaled.view_of(scaled.codes.t()[:1]), ("state", key, name))
                 yield Case(name, "a view of its first column", inverted)
     if stored_parts(state["state"][4]["exp_avg_sq"])[0].dtype != torch.uint8:
-        yield Case("codes of exp_avg_sq", "negative", _refilled(4, "exp_avg_sq", "_data", -1.0))
+        yield Case("codes of exp_avg_sq", "negative", _refilled(4, "exp_avg_sq", "codes", -1.0))
 
 
 def _refilled(key: int, name: str, part: str, number: float) -> Callable[[Any], None]:

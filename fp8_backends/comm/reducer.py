@@ -227,8 +227,8 @@ class SideStream:
         if self.stream is not None:
             for stored in stored_parts(tensor):
                 stored.record_stream(self.stream)
-        if isinstance(tensor, ScaledTensor) and tensor._data.dtype == torch.float32:
-            return Part(tensor._data.reshape(-1), start, tensor._scale_inv)
+        if isinstance(tensor, ScaledTensor) and tensor.codes.dtype == torch.float32:
+            return Part(tensor.codes.reshape(-1), start, tensor.scale_inv)
         values = tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
         return Part(values.reshape(-1), start)
 

@@ -1,6 +1,6 @@
 """Run the Adam step on an NVIDIA GPU: two launches over all parameters of a kind, of any number and sizes.
 
-`_bounds_kernel` bounds each parameter's amaxes, for its scales. A program of `_write_kernel` finds one chunk of one
+`bounds_kernel` bounds each parameter's amaxes, for its scales. A program of `write_kernel` finds one chunk of one
 parameter in the table (`adam_table.py`), computes, rounds and stores its new values (`triton_tiles.py`), and casts the
 copy of an O3 master. Programs run in any order, so the first kernel saves the scales replaced by the second.
 """
@@ -57,7 +57,7 @@ _SLACK, _UPDATE_SLACK, _LEAST_ROOT = tl.constexpr(SLACK), tl.constexpr(UPDATE_SL
 
 
 @triton.jit
-def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+def gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store amaxes of gradients, and clear the finite flag of those with a non-finite element."""
     row, index, start = row_of(table, parameters, KIND)
     numel = tl.load(row + NUMEL)
@@ -120,7 +120,7 @@ def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
 
 
 @triton.jit
-def _bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
+def bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
     """Find bounds, clear the record and save the old scales. Grid: one program for each parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, bounds, old = table + index * COLUMNS, bounds_ptr + index * 3, old_ptr + index * 3
@@ -139,7 +139,7 @@ def _bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr
 
 
 @triton.jit
-def _write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+def write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
     key = mixed(mixed(hyper[8].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
@@ -223,9 +223,9 @@ class TritonKernels:
         """Launch "measure_gradients", "bounds" or "write", once for all parameters of a table."""
         parameters = _parameter_of_each_chunk(tuple(table.chunk_counts), table.device)
         function, *arguments = {
-            "measure_gradients": (_gradient_kernel, parameters, table.grad_amax.view(torch.int32)),
-            "bounds": (_bounds_kernel, table.bounds, table.grad_amax, table.old_scale_inv),
-            "write": (_write_kernel, parameters, table.bounds, table.old_scale_inv),
+            "measure_gradients": (gradient_kernel, parameters, table.grad_amax.view(torch.int32)),
+            "bounds": (bounds_kernel, table.bounds, table.grad_amax, table.old_scale_inv),
+            "write": (write_kernel, parameters, table.bounds, table.old_scale_inv),
         }[kernel]
         options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **LIMITS}
         grid = len(table.jobs) if kernel == "bounds" else len(parameters)

@@ -41,12 +41,12 @@ def cross_entropy(
         arguments = logits, gradient, labels.contiguous(), losses, words, logits.stride(0), ignore_index
         constants = {"IS_SMOOTH": label_smoothing != 0, "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK)}
         smoothing = 1.0 - label_smoothing, label_smoothing / words
-        _cross_entropy_kernel[(rows,)](*arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS)
+        cross_entropy_kernel[(rows,)](*arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS)
     return losses, gradient
 
 
 @triton.jit
-def _cross_entropy_kernel(
+def cross_entropy_kernel(
     x_ptr,
     gradient_ptr,  # contiguous [rows, words]; may be x_ptr
     label_ptr,  # int64 [rows]
@@ -103,7 +103,7 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
     """Run `backward.accumulate` on contiguous tensors."""
     total = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
-        _accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
+        accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
             codes.view(torch.uint8), scale_inv, addend, total, codes.numel(), BLOCK=ADDED,
             num_warps=ADDING_WARPS, **OPTIONS,
         )  # fmt: skip
@@ -118,16 +118,16 @@ def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     partials = torch.empty(programs, dtype=torch.float32, device=codes.device)
     result = torch.empty((), dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
-        _squares_kernel[(programs,)](
+        squares_kernel[(programs,)](
             codes.view(torch.uint8), partials, codes.numel(), blocks, BLOCK=SQUARED,
             HAS_FP8_CASTS=triton_gate.has_fp8_casts(codes), num_warps=SQUARING_WARPS, **OPTIONS,
         )  # fmt: skip
-        _norm_kernel[(1,)](partials, programs, scale_inv, result, num_warps=4, **OPTIONS)
+        norm_kernel[(1,)](partials, programs, scale_inv, result, num_warps=4, **OPTIONS)
     return result
 
 
 @triton.jit
-def _accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, BLOCK: tl.constexpr):
+def accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < numel
     values = from_codes(tl.load(codes_ptr + at, mask=there, other=0), "e4m3") * tl.load(scale_inv_ptr)
@@ -136,7 +136,7 @@ def _accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, B
 
 
 @triton.jit
-def _squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
+def squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up squares of every n-th block of n programs. Bandwidth leaves time for few instructions: a hardware cast and
     one fused multiply-add."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -154,7 +154,7 @@ def _squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.con
 
 
 @triton.jit
-def _norm_kernel(partial_ptr, partials, scale_inv_ptr, norm_ptr):
+def norm_kernel(partial_ptr, partials, scale_inv_ptr, norm_ptr):
     at = tl.arange(0, _PARTIALS)
     total = tl.sum(tl.load(partial_ptr + at, mask=at < partials, other=0.0))
     tl.store(norm_ptr, tl.sqrt_rn(total) * tl.abs(tl.load(scale_inv_ptr)))

@@ -85,9 +85,9 @@ def _quantize_squares(matrix, blocks, fmt, codes, scale_inv, transposed, transpo
     band = band or BANDS[blocks]
     if matrix.numel() == 0:
         return
-    kernel, constants = _squares_kernel, {}
+    kernel, constants = squares_kernel, {}
     if blocks is not SQUARES:
-        kernel, constants = _vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
+        kernel, constants = vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
     pointers = matrix, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv
     constants |= {**casting(matrix, fmt), "BAND": band.rows, "SIDE": band.columns, **limits(band)}
     grid = (tiles_of(matrix, band._replace(rows=band.columns)),)
@@ -100,15 +100,15 @@ def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_
     tile = tile or (SWEEP_TILE if transposed is None else CAST_TILE)
     options = casting(matrix, fmt) | tiling(tile)
     if transposed is None:
-        _sweep_kernel[(max(-(-rows // tile.rows), 1),)](matrix, codes, scale_inv, stored_scale_inv, *shape, **options)
+        sweep_kernel[(max(-(-rows // tile.rows), 1),)](matrix, codes, scale_inv, stored_scale_inv, *shape, **options)
         return
     # features first: more often multiples of 16 than tokens, and Triton specializes on the alignment of pointers
     column_bits, row_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([columns, rows])
     row_bits = None if codes is None else row_bits
     strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
-    _line_amax_kernel[(strips,)](matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE))
+    line_amax_kernel[(strips,)](matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE))
     pointers = matrix, codes, scale_inv, row_bits, transposed, transposed_scale_inv, column_bits, stored_scale_inv
-    _line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](*pointers, *shape, **options)
+    line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](*pointers, *shape, **options)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _block_scale(amax, FORMAT: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
-def _vectors_kernel(
+def vectors_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
     scale_inv_ptr,  # FP32 or uint8 [rows, blocks in a row], or None
@@ -188,7 +188,7 @@ def _vectors_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
-def _squares_kernel(
+def squares_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
     scale_inv_ptr,  # FP32 [rows of blocks, blocks in a row], or None
@@ -227,7 +227,7 @@ def _squares_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _line_amax_kernel(
+def line_amax_kernel(
     x_ptr,
     row_bits_ptr,  # int32 [rows], zeros, or None
     column_bits_ptr,  # int32 [columns], zeros
@@ -261,7 +261,7 @@ def _line_scale(bits_ptr, at, length, factor, FORMAT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
-def _line_cast_kernel(
+def line_cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None as the two below
     scale_inv_ptr,  # FP32 [rows, 1]
@@ -297,7 +297,7 @@ def _line_cast_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
-def _sweep_kernel(
+def sweep_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns]
     scale_inv_ptr,  # FP32 [rows, 1]

@@ -114,12 +114,12 @@ def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, c
     of_columns = ceil_div(groups // matrices * padded, COLUMN_SCALES) if columns else 0
     with triton_gate.on_device_of(x):
         arguments = x, bits, row_scale, scale_inv, owners, sources, *sizes
-        _amax_kernel[(places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
+        amax_kernel[(places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
         rows_out = None if codes is None else codes.view(torch.uint8), scale_inv
         columns_out = None if transposed is None else transposed.view(torch.uint8), transposed_scale_inv
         scales = bits, scale, 0 if scale is None else scale.stride(0), row_scale
         arguments = x, *rows_out, *columns_out, *scales, owners, sources, *sizes, groups // matrices, tiles
-        _cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE))
+        cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE))
     amax = None if lines else bits.view(torch.float32)
     return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
 
@@ -151,7 +151,7 @@ def _owners_of(owners_ptr, i, places, matrix):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _amax_kernel(
+def amax_kernel(
     x_ptr,
     bits_ptr,  # int32, zeros: [groups]; LINES: [groups, padded_columns], or None
     row_scale_ptr,  # FP32 [matrices, places], with LINES, or None
@@ -205,13 +205,13 @@ def _scale_of(bits_ptr, given_ptr, given_stride, at, mask, FORMAT: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "tiles"])
-def _cast_kernel(
+def cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [matrices, places, padded_columns], or None as the three below
     scale_inv_ptr,  # FP32 [matrices, places]
     transposed_ptr,  # uint8 [matrices, padded_columns, places]
     transposed_scale_inv_ptr,  # FP32 [groups, padded_columns]
-    bits_ptr,  # as in `_amax_kernel`, and the one below
+    bits_ptr,  # as in `amax_kernel`, and the one below
     given_ptr,  # FP32 [groups], or None
     given_stride,
     row_scale_ptr,

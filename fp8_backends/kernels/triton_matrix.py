@@ -97,7 +97,7 @@ def quantize(
         pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
         arguments = *pointers, programs, *matrix.shape, matrix.stride(0), rule, keep_nan
         grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
-        _cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
+        cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
 
 
@@ -171,7 +171,7 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
-    _amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
+    amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
     return partials
 
 
@@ -232,7 +232,7 @@ def _magnitude_bits(x, KEEP_NAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
-def _amax_kernel(
+def amax_kernel(
     x_ptr,
     partial_ptr,  # int32 [programs]
     rows,
@@ -278,7 +278,7 @@ def record_amax(record_ptr, amax, KEEP_NAN: tl.constexpr):
 @triton.jit(
     do_not_specialize=["partials"], do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"]
 )
-def _cast_kernel(
+def cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
     transposed_ptr,  # uint8 [columns, rows], or None

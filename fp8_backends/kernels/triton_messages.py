@@ -93,7 +93,7 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     grid = ceil_div(codes.numel(), TILE * BLOCK)
-    _launch(_dequantize_kernel, grid, codes.view(torch.uint8), scale_inv, values, codes.numel())
+    _launch(dequantize_kernel, grid, codes.view(torch.uint8), scale_inv, values, codes.numel())
     return values
 
 
@@ -114,14 +114,14 @@ def _pack(parts: Sequence[Part], messages: torch.Tensor, own: torch.Tensor, colu
     what |= {"DTYPE": _TYPES[parts[0].values.dtype], "SCALED": any(part.scale_inv is not None for part in parts)}
     for table in tables(parts, TILE, messages.shape[0] * (messages.shape[1] - columns)):
         arguments = (table.on(messages.device), len(table.rows), messages, own, columns, messages.stride(0), rank)
-        _launch(_pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what)
+        _launch(pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what)
 
 
 def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
     numel, columns = own.shape[0], columns_of(received)
     grid = ceil_div(numel, TILE * BLOCK)
     arguments = (received, own, out, numel, columns, received.stride(0), rank, float(divisor), factor)
-    _launch(_sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED)
+    _launch(sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED)
 
 
 def _unpack(messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tensor, CODES: bool) -> None:
@@ -129,13 +129,13 @@ def _unpack(messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tens
     for table in tables(parts, TILE):
         arguments = (table.on(messages.device), len(table.rows), messages, scale_inv, columns, messages.stride(0))
         options = {"DTYPE": dtype, "CODES": CODES, "ALIGNED": table.aligned, "STEPS": table.steps}
-        _launch(_unpack_kernel, table.tiles, *arguments, **options)
+        _launch(unpack_kernel, table.tiles, *arguments, **options)
 
 
 def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants) -> None:
     if programs == 0:
         return
-    if kernel in (_pack_kernel, _sum_kernel):
+    if kernel in (pack_kernel, sum_kernel):
         constants["HAS_FP8_CASTS"] = has_fp8_casts(first)
     with on_device_of(first):
         kernel[(programs,)](first, *arguments, **constants, TILE=TILE, num_warps=WARPS, **OPTIONS)
@@ -270,7 +270,7 @@ def _quantized(values, HAS_FP8_CASTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["parts", "rank"])
-def _pack_kernel(
+def pack_kernel(
     table_ptr,
     parts,
     messages_ptr,
@@ -314,7 +314,7 @@ def _pack_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _sum_kernel(
+def sum_kernel(
     received_ptr,
     own_ptr,
     out_ptr,
@@ -354,7 +354,7 @@ def _sum_kernel(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _unpack_kernel(
+def unpack_kernel(
     table_ptr,
     parts,
     messages_ptr,
@@ -383,7 +383,7 @@ def _unpack_kernel(
 
 
 @triton.jit
-def _dequantize_kernel(codes_ptr, scale_inv_ptr, values_ptr, numel, TILE: tl.constexpr):
+def dequantize_kernel(codes_ptr, scale_inv_ptr, values_ptr, numel, TILE: tl.constexpr):
     blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     at = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     there = at < numel

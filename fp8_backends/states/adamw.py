@@ -160,7 +160,7 @@ class ScaledMoments(ScaledStates):
         moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         job = Job(
-            Slot(stepped._data, stepped._scale_inv, residual=stepped.residual),
+            Slot(stepped.codes, stepped.scale_inv, residual=stepped.residual),
             Slot(torch.zeros_like(moments[0])),
             *map(Slot, moments),
             adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),
@@ -198,7 +198,7 @@ def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
     ]
     if recorded:
         # scales are powers of two: the division is exact
-        amaxes = torch._foreach_div([record[0] for _, record in recorded], [w._scale_inv for w, _ in recorded])
+        amaxes = torch._foreach_div([record[0] for _, record in recorded], [w.scale_inv for w, _ in recorded])
         for (weight, _), amax in zip(recorded, amaxes, strict=True):
             weight.remember_amax(amax)
 

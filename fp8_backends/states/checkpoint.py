@@ -128,8 +128,8 @@ def _stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, blo
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
-    stored_alike = isinstance(moment, ScaledTensor) and (moment._data.dtype, moment.block_size) == (dtype, block_size)
-    if stored_alike and moment._data.is_contiguous() and _lies_as(value, p):
+    stored_alike = isinstance(moment, ScaledTensor) and (moment.codes.dtype, moment.block_size) == (dtype, block_size)
+    if stored_alike and moment.codes.is_contiguous() and _lies_as(value, p):
         moment = copy.deepcopy(moment.to(local_part(p).device))
     elif dtype not in FORMAT_OF:
         moment = local_part(_placed_as(p, value, dtype)).clone()
@@ -408,7 +408,7 @@ def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Ra
         raise FP8BackendError(f"{name} holds no values: it is on the meta device, as on a rank that does not save")
     if scaled:
         has_rest = local.elsewhere is not None or local.rest is not None
-        if local.accumulates or has_rest or local._data.dtype not in _STORED:
+        if local.accumulates or has_rest or local.codes.dtype not in _STORED:
             raise FP8BackendError(f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}")
-        check_values(local._scale_inv, POSITIVE, f"the scale of {name}", _LOST)
+        check_values(local.scale_inv, POSITIVE, f"the scale of {name}", _LOST)
     check_values(local.exact(torch.float32) if scaled else local, allowed, name, _LOST)

@@ -143,7 +143,7 @@ def _hold(weight: torch.Tensor, shards: torch.Tensor) -> None:
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
     weight = local_part(weight)
-    return isinstance(weight, ScaledTensor) and weight._data.dtype == WEIGHT[level]
+    return isinstance(weight, ScaledTensor) and weight.codes.dtype == WEIGHT[level]
 
 
 def quantize_weight(values: torch.Tensor, level: str) -> torch.Tensor:

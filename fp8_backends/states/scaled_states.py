@@ -310,7 +310,7 @@ def slot_of(tensor: torch.Tensor) -> Slot:
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         tensor.settle()
-        return Slot(tensor._data, tensor._scale_inv, tensor.block_size, tensor.residual)
+        return Slot(tensor.codes, tensor.scale_inv, tensor.block_size, tensor.residual)
     return Slot(tensor.detach())
 
 

@@ -22,7 +22,7 @@ from .scaled_tensor import WithoutMemory
 from .state_dict_copies import StateDictCopies
 
 aten = torch.ops.aten
-_STORED = ("_data", "_scale_inv", "state_dict_copies")
+_STORED = ("codes", "scale_inv", "state_dict_copies")
 REFUSAL = (
     "would change the frozen codes of an FP8 checkpoint in place: fp8_backends.restore(model) makes weights "
     "plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
@@ -65,7 +65,7 @@ class BlockCodes(Frozen):
         )
 
     def __init__(self, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
-        self._data, self._scale_inv, self.state_dict_copies = data, scale_inv, StateDictCopies()
+        self.codes, self.scale_inv, self.state_dict_copies = data, scale_inv, StateDictCopies()
 
     def exact(self) -> torch.Tensor:
         """Return the plain values, in the tensor's dtype."""
@@ -75,21 +75,21 @@ class BlockCodes(Frozen):
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales."""
-        return self._data, self._scale_inv
+        return self.codes, self.scale_inv
 
     def __tensor_flatten__(self):
-        return ["_data", "_scale_inv"], self.dtype
+        return ["codes", "scale_inv"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, dtype, outer_size, outer_stride):
-        return BlockCodes(inner_tensors["_data"], inner_tensors["_scale_inv"], dtype)
+        return BlockCodes(inner_tensors["codes"], inner_tensors["scale_inv"], dtype)
 
     def __repr__(self) -> str:
         return f"BlockCodes({list(self.shape)} {self.dtype}, stored as E4M3, one scale for 128 x 128 elements)"
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in _STORED}
-        return _rebuild, (self._data.view(torch.uint8), self._scale_inv, self.dtype, others)
+        return _rebuild, (self.codes.view(torch.uint8), self.scale_inv, self.dtype, others)
 
 
 def _rebuild(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, others: dict[str, Any]) -> BlockCodes:
@@ -167,15 +167,15 @@ def _copy_(func, target, source, non_blocking=False):
     again. A block with larger values gets a new scale."""
     if not isinstance(source, BlockCodes):
         values = source.to(target.device, torch.float32).expand(target.shape)
-        amax, scale_inv = SQUARES.amax(values), target._scale_inv
+        amax, scale_inv = SQUARES.amax(values), target.scale_inv
         # values up to half a step above 448 round to it
         fits = amax <= scale_inv * (E4M3.max + 16)
         scale_inv = torch.where(fits, scale_inv, SQUARES.inverse(SQUARES.scale(amax, E4M3), amax))
         factor = torch.where(scale_inv > 0, scale_inv.reciprocal(), torch.zeros_like(scale_inv))
         source = BlockCodes(SQUARES.cast(values, factor, E4M3), scale_inv, target.dtype)
     target.state_dict_copies.accept()
-    target._data.copy_(source._data, non_blocking)
-    target._scale_inv.copy_(source._scale_inv, non_blocking)
+    target.codes.copy_(source.codes, non_blocking)
+    target.scale_inv.copy_(source.scale_inv, non_blocking)
     return target
 
 

@@ -3,9 +3,9 @@
 Functions read its exact values; if one of several ranks owns these, products and lookups read the FP8 values, and any
 other function raises. Views are views of the storage. Operations in place run on FP32 values of the whole: a weight
 keeps these (`ScaledStorage.edited`) until the optimizer's next step, and stores them rounded; a gradient takes them as
-its data. `copy_` and other writes of all values store them rounded at once.
+its codes. `copy_` and other writes of all values store them rounded at once.
 
-The implementations registered below work on data and scale directly, or do not compute values.
+The implementations registered below work on codes and scale directly, or do not compute values.
 """
 
 from __future__ import annotations
@@ -104,29 +104,29 @@ UNSAFE_VIEWS = (
 
 @_implements(*UNSAFE_VIEWS)
 def _view(func, tensor, *args, **kwargs):
-    return tree_map(tensor.view_of, func(tensor._data, *args, **kwargs))
+    return tree_map(tensor.view_of, func(tensor.codes, *args, **kwargs))
 
 
 @_implements(aten.view.dtype, aten.view_as_complex.default, aten._neg_view.default)
 def _other_bytes(func, tensor, dtype=None):
     if dtype == tensor.dtype:
-        return tensor.view_of(tensor._data)
+        return tensor.view_of(tensor.codes)
     raise FP8BackendError(
-        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor._data.dtype}: take a plain copy of its "
+        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor.codes.dtype}: take a plain copy of its "
         f"values first, with dequantize()"
     )
 
 
 @_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _same(func, tensor):
-    return tensor.view_of(tensor._data)
+    return tensor.view_of(tensor.codes)
 
 
 @_implements(aten.as_strided.default)
 def _as_strided(func, tensor, size, stride, storage_offset=None):
     offset = tensor.storage_offset() if storage_offset is None else storage_offset
-    data = tensor.stored.data
-    return tensor.view_of(data.as_strided(size, stride, data.storage_offset() + offset))
+    codes = tensor.stored.codes
+    return tensor.view_of(codes.as_strided(size, stride, codes.storage_offset() + offset))
 
 
 # New tensors
@@ -182,7 +182,7 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
     filled = func == aten.new_empty.default and torch.Size(size).numel()
     if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
-    result = _parts(tensor, func(tensor._data, size), tensor._scale_inv)
+    result = _parts(tensor, func(tensor.codes, size), tensor.scale_inv)
     result.partial = FRESH
     if tensor.master is not None:
         result.master = _new(func, tensor.master, size)
@@ -254,15 +254,15 @@ def _one_by_one(func, args, kwargs) -> None:
 
 
 def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
-    """Return a copy of the exact values of a tensor's whole storage: FP32, strides of the stored data.
+    """Return a copy of the exact values of a tensor's whole storage: FP32, strides of the stored codes.
 
     Raises:
         FP8BackendError: these values are not all on this rank.
     """
     _require_all(tensor, func)
-    data = tensor.stored.data
-    whole = torch.empty_strided(data.shape, data.stride(), dtype=FP32, device=data.device)
-    return whole.copy_(tensor.view_of(data).exact(FP32))
+    codes = tensor.stored.codes
+    whole = torch.empty_strided(codes.shape, codes.stride(), dtype=FP32, device=codes.device)
+    return whole.copy_(tensor.view_of(codes).exact(FP32))
 
 
 def _require_all(tensor: ScaledTensor, func) -> None:
@@ -274,8 +274,8 @@ def _require_all(tensor: ScaledTensor, func) -> None:
             f"values with copy_(), or prepare with shard_states=False"
         )
     if stored.partial == FRESH:  # no shard was copied in: hold FP32 values
-        stored.data = torch.zeros_like(stored.data, dtype=FP32)
-        stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.data.device), True
+        stored.codes = torch.zeros_like(stored.codes, dtype=FP32)
+        stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.codes.device), True
         stored.partial, stored.master, stored.residual = False, None, None
     if stored.partial is True:
         raise FP8BackendError(
@@ -287,7 +287,7 @@ def _require_all(tensor: ScaledTensor, func) -> None:
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     if stored.accumulates:
-        stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
+        stored.codes, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
     else:
         stored.edited = whole
         _replace(stored, whole)
@@ -324,7 +324,7 @@ def _copy_(func, target, source, non_blocking=False):
             ) from error
     stored = target.stored
     stored.partial = target.partial
-    same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
+    same_scale = isinstance(source, ScaledTensor) and source.scale_inv is target.scale_inv
     if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
     stays_exact = stored.copied and not isinstance(source, ScaledTensor)
@@ -344,7 +344,7 @@ def _copy_(func, target, source, non_blocking=False):
 
 
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
-    target._data.copy_(source._data, non_blocking)
+    target.codes.copy_(source.codes, non_blocking)
     target.stored.count_write()
     target.stored.partial = SHARD
     if target.master is not None:
@@ -355,7 +355,7 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
 
 
 def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Store all values of `source`, of the same shape: first in the master, then from there in the data."""
+    """Store all values of `source`, of the same shape: first in the master, then from there in the codes."""
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
     if stored.master is not None:
@@ -368,9 +368,9 @@ def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = F
         source = _as_owner_rounds(source, stored.elsewhere.storage)
     if not _is_stored_as(stored, source):
         values = source.values(FP32) if isinstance(source, ScaledTensor) else source
-        source = quantize_like(values.to(stored.data.device, FP32).contiguous(), stored)
-    stored.data.copy_(source._data, non_blocking)
-    stored.scale_inv.copy_(source._scale_inv, non_blocking)
+        source = quantize_like(values.to(stored.codes.device, FP32).contiguous(), stored)
+    stored.codes.copy_(source.codes, non_blocking)
+    stored.scale_inv.copy_(source.scale_inv, non_blocking)
     if stored.residual is not None:
         stored.residual.copy_(source.residual, non_blocking)
     stored.count_write()
@@ -389,7 +389,7 @@ def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
     """Return True if the bits of `source` can be copied."""
     if not isinstance(source, ScaledTensor):
         return False
-    alike = (source._data.dtype, source.block_size) == (stored.data.dtype, stored.block_size)
+    alike = (source.codes.dtype, source.block_size) == (stored.codes.dtype, stored.block_size)
     return alike and (stored.residual is None or source.residual is not None)
 
 
@@ -436,12 +436,12 @@ def _accumulate_(func, total, other, *, alpha=1):
     if alpha != 1:
         addend = addend * alpha
     whole = isinstance(addend, torch.Tensor) and addend.shape == total.shape
-    if stored.data.dtype == E4M3.dtype and whole and not stored.block_size:
-        _keep(stored, gradients.accumulate(stored.data, stored.scale_inv, addend))
+    if stored.codes.dtype == E4M3.dtype and whole and not stored.block_size:
+        _keep(stored, gradients.accumulate(stored.codes, stored.scale_inv, addend))
         return total
-    if stored.data.dtype != FP32:
+    if stored.codes.dtype != FP32:
         _keep(stored, total.dequantize(FP32))
-    stored.data.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
+    stored.codes.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
     return total
 
 
@@ -462,16 +462,16 @@ def _record_stream(func, tensor, stream):
 def _scales(tensor: Any, other: Any) -> bool:
     """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two are exact; for
     gradients any positive number or 0-dimensional tensor rounds once in FP32 (clipping, unscaling, averaging)."""
-    if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
+    if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor.codes.is_contiguous()):
         return False
-    if tensor._data.dtype == ROOT8.dtype:  # the scale multiplies the root
+    if tensor.codes.dtype == ROOT8.dtype:  # the scale multiplies the root
         return False
     if isinstance(other, torch.Tensor):
         fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
     else:
         fits = isinstance(other, (int, float)) and 0 < other < float("inf")
         fits = fits and (tensor.accumulates or math.frexp(other)[0] == 0.5)
-    return fits and tensor.numel() == tensor.stored.data.numel()
+    return fits and tensor.numel() == tensor.stored.codes.numel()
 
 
 @_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -481,8 +481,8 @@ def _times(func, tensor, other):
     if not _scales(tensor, other) or not tensor.accumulates or tensor._view is not None:
         return NotImplemented
     factor = _factor(other, tensor.device)
-    scale_inv = tensor._scale_inv / factor if func in _DIVISIONS else tensor._scale_inv * factor
-    return _parts(tensor, tensor._data.clone(), scale_inv)
+    scale_inv = tensor.scale_inv / factor if func in _DIVISIONS else tensor.scale_inv * factor
+    return _parts(tensor, tensor.codes.clone(), scale_inv)
 
 
 @_implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
@@ -525,9 +525,7 @@ def _foreach_times_(func, tensors, other):
     scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
         if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            scales.setdefault(tensor.device, []).append(
-                tensor._scale_inv
-            )  # the scale is all that changes in a gradient
+            scales.setdefault(tensor.device, []).append(tensor.scale_inv)  # the scale is all that changes in a gradient
         else:
             tensor.div_(other) if divides else tensor.mul_(other)
     for device, together in scales.items():
@@ -544,9 +542,9 @@ def _unscale_(func, tensors, found_inf, inv_scale):
     if not scaled:
         return
     _foreach_times_(aten._foreach_mul_.Tensor, scaled, inv_scale.squeeze())
-    unrounded = [tensor._data for tensor in scaled if tensor._data.dtype not in FORMAT_OF and tensor.numel()]
+    unrounded = [tensor.codes for tensor in scaled if tensor.codes.dtype not in FORMAT_OF and tensor.numel()]
     largest = torch._foreach_norm(unrounded, math.inf) if unrounded else []
-    numbers = torch.cat([part.reshape(-1) for part in (*(tensor._scale_inv for tensor in scaled), *largest)])
+    numbers = torch.cat([part.reshape(-1) for part in (*(tensor.scale_inv for tensor in scaled), *largest)])
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(numbers).all()).to(found_inf)))
 
 
@@ -564,9 +562,9 @@ def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
     ):
         return NotImplemented
     if ord == 2 and not keepdim:
-        norm = gradients.norm(tensor._data, tensor._scale_inv)
+        norm = gradients.norm(tensor.codes, tensor.scale_inv)
     else:
-        norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
+        norm = func(tensor.codes.float(), ord, None, keepdim) * tensor.scale_inv.abs()
     return norm.to(dtype or tensor.dtype)
 
 

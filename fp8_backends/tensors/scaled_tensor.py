@@ -1,11 +1,11 @@
-"""`ScaledTensor`: low-precision data times a scale, as one `torch.Tensor`.
+"""`ScaledTensor`: low-precision codes times a scale, as one `torch.Tensor`.
 
-    value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
+    value = codes * scale_inv       codes: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
 
 MS-AMP's levels store FP16 weights, E4M3 weight gradients, and E4M3 and FP16 optimizer states. Multiplying by a power of
 two does not round, so a loss scale, an average or a clip changes only the scale. Two more forms take fewer bytes: E4M3
-data with an eight-bit `residual`, together exact to twelve bits (`formats.E4M11`), and uint8 roots of non-negative
-values, value = (data * scale_inv)**2 (`formats.ROOT8`).
+codes with an eight-bit `residual`, together exact to twelve bits (`formats.E4M11`), and uint8 roots of non-negative
+values, value = (codes * scale_inv)**2 (`formats.ROOT8`).
 
 A ScaledTensor is a view of a `ScaledStorage`, like a plain tensor of its memory: `p.data`, `p.detach()`, `p[0]` and
 `p.t()` share it with `p`. PyTorch functions read the values. Operations in place change them, through any view, or
@@ -64,10 +64,10 @@ class ScaledStorage:
     """Memory shared by all views of one ScaledTensor. `ScaledTensor` describes the other attributes.
 
     Attributes:
-        residual: int8, shape and strides of `data`; or None.
-        edited: FP32, strides of `data`: values after operations in place, before rounding. The optimizer's next step
+        residual: int8, shape and strides of `codes`; or None.
+        edited: FP32, strides of `codes`: values after operations in place, before rounding. The optimizer's next step
             or a copy of whole values drops them.
-        known: (amax, weak reference to the data, their version) from the optimizer's last step, for `known_amax`.
+        known: (amax, weak reference to the codes, their version) from the optimizer's last step, for `known_amax`.
         copied: a weight of a deep-copied model without an optimizer, such as an average of weights. It stores plain
             values exactly.
         unagreed: a shard with a scale of its own after a write, until the ranks agree on one.
@@ -75,7 +75,7 @@ class ScaledStorage:
         state_dict_copies: plain copies of this weight in state dicts.
     """
 
-    data: torch.Tensor
+    codes: torch.Tensor
     scale_inv: torch.Tensor
     block_size: int = 0
     accumulates: bool = False
@@ -93,9 +93,9 @@ class ScaledStorage:
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 
     def count_write(self) -> None:
-        """Count a write to data and scales for autograd, which does not see writes of implementations."""
-        if is_eager(self.data) and not self.data.is_inference():
-            torch.autograd.graph.increment_version([self.data, self.scale_inv])
+        """Count a write to codes and scales for autograd, which does not see writes of implementations."""
+        if is_eager(self.codes) and not self.codes.is_inference():
+            torch.autograd.graph.increment_version([self.codes, self.scale_inv])
 
 
 def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -> property:
@@ -142,30 +142,30 @@ class WithoutMemory(torch.Tensor):
 
 
 class ScaledTensor(WithoutMemory):
-    """A tensor stored as low-precision data and FP32 scales. PyTorch sees the dtype of its values.
+    """A tensor stored as low-precision codes and FP32 scales. PyTorch sees the dtype of its values.
 
     Attributes:
-        _data: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
-        _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values were not finite.
+        codes: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
+        scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
-        accumulates: a gradient. Adding or writing to it turns the data into FP32 until `finish_accumulation`.
+        accumulates: a gradient. Adding or writing to it turns the codes into FP32 until `finish_accumulation`.
         is_state: an optimizer state.
         partial: True if elements outside of the tensor share its scale, or FSDP2 has gathered this weight for one
             forward: operations in place raise. `SHARD` for a rank's rows under FSDP2: after a write, the ranks agree on
             a scale before they gather. `FRESH` for memory that FSDP2 allocates and then copies a shard into.
         master: a ScaledTensor with the same values in more precision; or None (used at level O3).
-        residual: int8, the lower bits of E4M3 data, together E4M11; or None (used at level O4).
-        rest: the master or the residual, read by `exact` besides data and scale; or None.
+        residual: int8, the lower bits of E4M3 codes, together E4M11; or None (used at level O4).
+        rest: the master or the residual, read by `exact` besides codes and scale; or None.
         elsewhere: the rank with the rest, if it is another one; or None.
-        shared_out: one of several ranks has the rest. Products read data and scale on all of them.
+        shared_out: one of several ranks has the rest. Products read codes and scale on all of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
-    edited, state_dict_copies, _scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
-    master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master._data)))
+    edited, state_dict_copies, scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
+    master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master.codes)))
     residual = _stored("residual", lambda tensor, residual: tensor.in_whole(residual))
 
     @staticmethod
@@ -193,8 +193,8 @@ class ScaledTensor(WithoutMemory):
             self._view = None
 
     def view_of(self, seen: torch.Tensor) -> ScaledTensor:
-        """Return another view of this storage. `seen` is `_data` or a view of it."""
-        offset = seen.storage_offset() - self.stored.data.storage_offset()
+        """Return another view of this storage. `seen` is `codes` or a view of it."""
+        offset = seen.storage_offset() - self.stored.codes.storage_offset()
         # in inference mode, a view of a tensor from outside counts versions like that tensor
         with torch.inference_mode(seen.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
             alias = torch.Tensor._make_wrapper_subclass(
@@ -207,23 +207,23 @@ class ScaledTensor(WithoutMemory):
                 layout=seen.layout,
             )
         alias.stored = self.stored
-        alias._view = None if seen is self.stored.data else (self.stored.data, seen)
+        alias._view = None if seen is self.stored.codes else (self.stored.codes, seen)
         return alias
 
     def in_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this view's elements of a tensor with the strides of the stored data."""
+        """Return this view's elements of a tensor with the strides of the stored codes."""
         if self._view is None:
             return whole
         return whole.as_strided(self.shape, self.stride(), whole.storage_offset() + self.storage_offset())
 
     @property
-    def _data(self) -> torch.Tensor:
+    def codes(self) -> torch.Tensor:
         if self._view is None:
-            return self.stored.data
-        data, seen = self._view
-        if data is not self.stored.data:  # a gradient has begun to accumulate in FP32, or was rounded again
-            seen = self.in_whole(self.stored.data)
-            self._view = (self.stored.data, seen)
+            return self.stored.codes
+        codes, seen = self._view
+        if codes is not self.stored.codes:  # a gradient has begun to accumulate in FP32, or was rounded again
+            seen = self.in_whole(self.stored.codes)
+            self._view = (self.stored.codes, seen)
         return seen
 
     @property
@@ -245,11 +245,11 @@ class ScaledTensor(WithoutMemory):
         self.stored.master, self.stored.residual = (rest, None) if is_master else (None, rest)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the plain values of data and scale, in `dtype` (default: the tensor's). Not differentiable."""
+        """Return the plain values of codes and scale, in `dtype` (default: the tensor's). Not differentiable."""
         if self.block_size:
-            values = self.in_whole(decode(self.stored.data, self._scale_inv, self.block_size))
+            values = self.in_whole(decode(self.stored.codes, self.scale_inv, self.block_size))
         else:
-            values = decode(self._data, self._scale_inv)
+            values = decode(self.codes, self.scale_inv)
         return values.to(dtype or self.dtype)
 
     def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -268,8 +268,8 @@ class ScaledTensor(WithoutMemory):
         if stored.edited is not None:
             return self.in_whole(stored.edited).to(dtype, copy=True)
         if stored.residual is not None:
-            residual = self.residual.to(self._data.device)  # gathered for a checkpoint, it is on the CPU
-            return decode_pair(self._data, residual, self._scale_inv).to(dtype)
+            residual = self.residual.to(self.codes.device)  # gathered for a checkpoint, it is on the CPU
+            return decode_pair(self.codes, residual, self.scale_inv).to(dtype)
         return (self if stored.master is None else self.master).dequantize(dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -283,19 +283,19 @@ class ScaledTensor(WithoutMemory):
         return self.exact(dtype)
 
     def remember_amax(self, amax: torch.Tensor) -> None:
-        """Keep max |x| of the data without their scale, until a write to them. FP32, 0-dimensional."""
-        data = self.stored.data
-        self.stored.known = amax, weakref.ref(data), data._version
+        """Keep max |x| of the codes without their scale, until a write to them. FP32, 0-dimensional."""
+        codes = self.stored.codes
+        self.stored.known = amax, weakref.ref(codes), codes._version
 
     def known_amax(self) -> torch.Tensor | None:
-        """Return the amax from `remember_amax`; None after a write to the data. FP32, 0-dimensional."""
+        """Return the amax from `remember_amax`; None after a write to the codes. FP32, 0-dimensional."""
         if self.stored.known is None:
             return None
-        amax, data, version = self.stored.known
-        return amax if data() is self.stored.data and version == self.stored.data._version else None
+        amax, codes, version = self.stored.known
+        return amax if codes() is self.stored.codes and version == self.stored.codes._version else None
 
     def settle(self) -> None:
-        """Drop the FP32 values after operations in place. The stored data are these values, rounded."""
+        """Drop the FP32 values after operations in place. The stored codes are these values, rounded."""
         self.stored.state_dict_copies.check()
         self.stored.edited, self.stored.copied = None, False
 
@@ -337,15 +337,15 @@ class ScaledTensor(WithoutMemory):
         return self.values().to(*args, **kwargs)
 
     def finish_accumulation(self) -> None:
-        """Round an accumulated gradient's FP32 data to E4M3, with the scale of its amax. In place."""
+        """Round an accumulated gradient's FP32 sum to E4M3, with the scale of its amax. In place."""
         stored = self.stored
-        if stored.accumulates and stored.data.dtype == torch.float32:
-            stored.data, stored.scale_inv = encode_sum(stored.data, stored.scale_inv)
+        if stored.accumulates and stored.codes.dtype == torch.float32:
+            stored.codes, stored.scale_inv = encode_sum(stored.codes, stored.scale_inv)
 
     @property
     def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
-        """Arguments of the constructor after data and scale_inv."""
-        whole = self.stored.data
+        """Arguments of the constructor after codes and scale_inv."""
+        whole = self.stored.codes
         if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
             raise FP8BackendError(
                 f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
@@ -355,45 +355,45 @@ class ScaledTensor(WithoutMemory):
         return self.dtype, self.block_size, self.accumulates, self.partial or is_part
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """Return the tensors that FSDP2 sends for a shard: its data, FP8 as bytes. Every rank has the scale; residuals
+        """Return the tensors that FSDP2 sends for a shard: its codes, FP8 as bytes. Every rank has the scale; residuals
         stay on their ranks."""
         self.stored.state_dict_copies.check()
         if self.unagreed:
             sharded = (p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self)
             agree_on_scale(self, shard_groups(next(sharded)))  # over the ranks of tensor parallelism, too
-        data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data
+        codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
         if self.shape[1:] == outer_size[1:]:  # sharded by rows: the last shards may be shorter
             missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
-            data = torch.cat([data, data.new_zeros(missing, *outer_size[1:])]) if missing else data
-        return (data,), (self._scale_inv, outer_size)
+            codes = torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes
+        return (codes,), (self.scale_inv, outer_size)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """Return FSDP2's gathered data as the whole tensor, presenting `param_dtype`."""
+        """Return FSDP2's gathered codes as the whole tensor, presenting `param_dtype`."""
         (gathered,), (scale_inv, size) = all_gather_outputs, metadata
         if out is not None:
-            local_part(out).stored.scale_inv = scale_inv  # its data are a view of the gathered ones
+            local_part(out).stored.scale_inv = scale_inv  # its codes are a view of the gathered ones
             return None
-        data = gathered.reshape(-1)[: size.numel()].view(self._data.dtype).view(size)
-        return ScaledTensor(data, scale_inv, param_dtype, partial=True), (gathered,)
+        codes = gathered.reshape(-1)[: size.numel()].view(self.codes.dtype).view(size)
+        return ScaledTensor(codes, scale_inv, param_dtype, partial=True), (gathered,)
 
     def __tensor_flatten__(self):
-        # compiled code reads data and scale, as products do
-        return ["_data", "_scale_inv"], self.context
+        # compiled code reads codes and scale, as products do
+        return ["codes", "scale_inv"], self.context
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
-        return ScaledTensor(inner_tensors["_data"], inner_tensors["_scale_inv"], *context)
+        return ScaledTensor(inner_tensors["codes"], inner_tensors["scale_inv"], *context)
 
     def __repr__(self) -> str:
-        fmt = FORMAT_OF.get(self._data.dtype)
-        stored = fmt.name.upper() if fmt else str(self._data.dtype).removeprefix("torch.")
+        fmt = FORMAT_OF.get(self.codes.dtype)
+        stored = fmt.name.upper() if fmt else str(self.codes.dtype).removeprefix("torch.")
         stored += " and a residual" if self.residual is not None else ""
         if self.block_size:
-            scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements"
-        elif self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor):
+            scales = f"{self.scale_inv.numel()} scales, one for {self.block_size} elements"
+        elif self.scale_inv.is_meta or isinstance(self.scale_inv, torch._subclasses.FakeTensor):
             scales = "one scale"
         else:
-            scales = f"scale_inv {self._scale_inv.item():.4g}"
+            scales = f"scale_inv {self.scale_inv.item():.4g}"
         trains = ", requires_grad" if self.requires_grad else ""
         owned = ", exact on one rank" if self.shared_out else ""
         return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{owned}{trains})"
@@ -403,8 +403,8 @@ class ScaledTensor(WithoutMemory):
         more = {name: getattr(self, name) for name in ("master", "residual", "elsewhere", "shared_out", "is_state")}
         more["edited"] = None if self.edited is None else self.in_whole(self.edited)
         others |= {name: value for name, value in more.items() if value is not None and value is not False}
-        data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
-        return _rebuild, (data, self._data.dtype, self._scale_inv, self.context, self.requires_grad, others)
+        codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes  # pickle knows no FP8
+        return _rebuild, (codes, self.codes.dtype, self.scale_inv, self.context, self.requires_grad, others)
 
     def __deepcopy__(self, memo: dict) -> ScaledTensor:
         if not self.is_leaf:
@@ -413,10 +413,10 @@ class ScaledTensor(WithoutMemory):
         if copied is None:
             self.state_dict_copies.check()
             attributes = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_view"}, memo)
-            whole = self.view_of(self.stored.data)
+            whole = self.view_of(self.stored.codes)
             whole.stored = attributes["stored"]
             whole.stored.copied = not (self.is_state or self.accumulates)
-            copied = whole.view_of(self.in_whole(whole.stored.data)).requires_grad_(self.requires_grad)
+            copied = whole.view_of(self.in_whole(whole.stored.codes)).requires_grad_(self.requires_grad)
             copied.__dict__.update(attributes)
             memo[id(self)] = copied
             if self.grad is not None:
@@ -437,7 +437,7 @@ class ScaledTensor(WithoutMemory):
 def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]) -> ScaledTensor:
     """Return the pickled tensor. Raise `FP8BackendError` if its parts do not match."""
     if not _belong_together(data, storage, scale_inv, context):
-        raise _damaged("data, scale and form do not belong together")
+        raise _damaged("codes, scale and form do not belong together")
     tensor = ScaledTensor(data.view(storage), scale_inv, *context)
     for name, value in others.items():
         if not _may_have(tensor, name, value):
@@ -477,13 +477,13 @@ def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
         fits = isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
         return fits and tensor.residual is None
     if name == "residual":
-        data = tensor._data
-        has_pair = data.dtype == E4M3.dtype and not (tensor.block_size or tensor.accumulates)
+        codes = tensor.codes
+        has_pair = codes.dtype == E4M3.dtype and not (tensor.block_size or tensor.accumulates)
         fits = is_tensor and value.dtype == torch.int8 and value.layout == torch.strided and tensor.master is None
         return (
             has_pair
             and fits
-            and (value.shape, value.stride(), value.device) == (data.shape, data.stride(), data.device)
+            and (value.shape, value.stride(), value.device) == (codes.shape, codes.stride(), codes.device)
         )
     if name == "edited":
         return is_tensor and value.dtype == torch.float32 and value.shape == tensor.shape
@@ -499,12 +499,12 @@ torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
 
 
 def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:
-    """Return `(data, scale_inv)` of a ScaledTensor, plus the parts of its master or its residual if `exact`;
+    """Return `(codes, scale_inv)` of a ScaledTensor, plus the parts of its master or its residual if `exact`;
     `(tensor,)` for any other tensor."""
     if not isinstance(tensor, ScaledTensor):
         return (tensor,)
     rest = stored_parts(tensor.rest) if exact and tensor.rest is not None else ()
-    return tensor._data, tensor._scale_inv, *rest
+    return tensor.codes, tensor.scale_inv, *rest
 
 
 # Quantizing
@@ -528,8 +528,8 @@ def quantize(
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
     local, amax = _local_and_amax(values, amax, block_size)
-    data, scale_inv = encode(local, storage, block_size, amax)
-    return with_local(values, ScaledTensor(data, scale_inv, dtype or _presented(local), block_size))
+    codes, scale_inv = encode(local, storage, block_size, amax)
+    return with_local(values, ScaledTensor(codes, scale_inv, dtype or _presented(local), block_size))
 
 
 def quantize_pair(
@@ -570,7 +570,7 @@ def quantize_like(
     stored = getattr(stored, "stored", stored)
     if stored.residual is not None:
         return quantize_pair(values, amax=amax)
-    return quantize(values, stored.data.dtype, block_size=stored.block_size, amax=amax)
+    return quantize(values, stored.codes.dtype, block_size=stored.block_size, amax=amax)
 
 
 def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -595,7 +595,7 @@ def write_shard(shard: ScaledTensor, values: torch.Tensor, groups: list[dist.Pro
         if target is not None:
             rounded = quantize_like(values, target, agreed_over(amax_of(values), groups))
             target.unagreed = False
-            for part in ("_data", "_scale_inv", "residual"):
+            for part in ("codes", "scale_inv", "residual"):
                 if (written := getattr(target, part)) is not None:
                     written.copy_(getattr(rounded, part))
             values = rounded.exact(torch.float32)

@@ -270,9 +270,9 @@ class Sample:
             optimizers = watched.prepared.observed.optimizers()
             for name, layer in watched.layers.items():
                 for tensor, stored in _stored_of(layer.weight, optimizers).items():
-                    fmt, amax = FORMATS[stored._data.dtype], amax_of(stored.dequantize(torch.float32))
+                    fmt, amax = FORMATS[stored.codes.dtype], amax_of(stored.dequantize(torch.float32))
                     amax = amax.sqrt() if fmt is ROOT8 else amax
-                    self.counted[name, tensor] = statistics_of_codes(stored._data, stored._scale_inv, amax, fmt)
+                    self.counted[name, tensor] = statistics_of_codes(stored.codes, stored.scale_inv, amax, fmt)
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
 
 
@@ -294,7 +294,7 @@ def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
         state = optimizer.state.get(weight, {})
         tensors |= {name: state[name] for name in STORED if name in state}
     local = {name: local_part(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return {name: t for name, t in local.items() if isinstance(t, ScaledTensor) and t._data.dtype in FORMAT_OF}
+    return {name: t for name, t in local.items() if isinstance(t, ScaledTensor) and t.codes.dtype in FORMAT_OF}
 
 
 # Records

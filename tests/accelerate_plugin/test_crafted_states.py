@@ -49,7 +49,7 @@ def test_a_change_of_a_byte_would_be_seen():
     run = crafted.Run("msamp:O3")
     before, weight = run.stored(), run.models[0][2].weight
     state = run.optimizers[0].state[weight]
-    parts = weight._data, weight.master._data, state["exp_avg"]._scale_inv, state["exp_avg_sq"]._data, state["step"]
+    parts = weight.codes, weight.master.codes, state["exp_avg"].scale_inv, state["exp_avg_sq"].codes, state["step"]
     for stored in (part.reshape(-1).view(torch.uint8) for part in parts):
         kept = stored.clone()
         stored[-1] += 1

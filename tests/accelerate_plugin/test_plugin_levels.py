@@ -93,7 +93,7 @@ def test_microbatches_are_cast_once_when_they_are_complete(level):
     for x, y in batches(4, seed=1):
         with acc.accumulate(model):
             acc.backward((model(x) - y).square().mean())
-            seen.append(weight.grad._data.dtype)
+            seen.append(weight.grad.codes.dtype)
             optimizer.step()
             optimizer.zero_grad() if acc.sync_gradients else None
     fp8, fp32 = torch.float8_e4m3fn, torch.float32

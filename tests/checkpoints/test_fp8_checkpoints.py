@@ -100,7 +100,7 @@ def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     layers = ((name, layer) for name, layer in model.named_modules() if name.endswith(".base_layer"))
     weights = {name.removesuffix(".base_layer"): layer.weight for name, layer in layers}
     assert all(type(weight).__name__ == "BlockCodes" for weight in weights.values())
-    return {name: (weight._data, weight._scale_inv) for name, weight in weights.items()}
+    return {name: (weight.codes, weight.scale_inv) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("sizes", [(256, 384), (192, 320)])

@@ -51,6 +51,6 @@ def test_what_the_trace_s_share_means():
     spans += [(f"{node}LinearBackward", 5, 0.5), (f"{node}torch::autograd::AccumulateGrad", 0, 6), ("aten::mm", 0, 6)]
     events = [{"ph": "X", "name": name, "ts": ts, "dur": dur} for name, ts, dur in spans]
     assert benchmark.overlap(events) == {"travel_us": 6, "beside_backward_us": 3.5, "share": pytest.approx(3.5 / 6)}
-    on_gpu = [("ncclDevKernel_SendRecv", 0, 4), ("gemm", 1, 1), ("_pack_kernel", 0, 4)]
+    on_gpu = [("ncclDevKernel_SendRecv", 0, 4), ("gemm", 1, 1), ("pack_kernel", 0, 4)]
     events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in on_gpu]
     assert benchmark.overlap(events)["share"] == 0.25

@@ -134,8 +134,8 @@ def test_e5m2_by_e5m2_is_refused_on_every_device():
 @pytest.mark.parametrize("blocks", [SQUARES, MX])
 def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(blocks):
     weight = quantize(torch.randn(200, 150, generator=torch.Generator().manual_seed(0)), torch.float8_e4m3fn)
-    q = Stored(weight._data, weight._scale_inv).in_blocks(blocks, E4M3)
-    assert q.codes is weight._data
+    q = Stored(weight.codes, weight.scale_inv).in_blocks(blocks, E4M3)
+    assert q.codes is weight.codes
     assert torch.equal(blocks.dequantize(q, torch.float32), weight.dequantize(torch.float32))
     values = reference.dequantize_blocks(*q, blocks.rows, blocks.columns)
     assert torch.equal(values, weight.dequantize(torch.float32))

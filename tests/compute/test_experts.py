@@ -123,7 +123,7 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
     more."""
     root, twin = prepared_at(level, family, scaling)
     stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
-    assert all(getattr(root.experts, part)._data.dtype == stored for part in PARTS)
+    assert all(getattr(root.experts, part).codes.dtype == stored for part in PARTS)
     for step in range(2):
         hidden, chosen, weights = routed(40, step)
         chosen = chosen % 2 if step else chosen  # two experts without tokens
@@ -133,12 +133,12 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
         for part in PARTS:
             gradient, expected = getattr(root.experts, part).grad, twin[0].gradient(part)
             expected = expected.transpose(1, 2) if root.experts.is_transposed else expected
-            assert gradient._data.dtype == E4M3.dtype
+            assert gradient.codes.dtype == E4M3.dtype
             expected = quantize(expected, E4M3.dtype)
             if not root.experts.is_transposed:
                 assert torch.equal(gradient.dequantize(), expected.dequantize())
             else:  # as above, and then rounded to E4M3: half a step more, or a step of the smallest
-                least = expected._scale_inv.item() * 2**-9
+                least = expected.scale_inv.item() * 2**-9
                 torch.testing.assert_close(gradient.dequantize(), expected.dequantize(), rtol=2**-3, atol=least)
         root.zero_grad(), twin.zero_grad()
 

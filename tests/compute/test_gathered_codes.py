@@ -83,7 +83,7 @@ def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
     shards = [weight[a:b] for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
     if stored == "scaled fp16":
         weight = quantize(weight, torch.float16)
-        shards = [ScaledTensor(weight._data[a:b], weight._scale_inv) for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
+        shards = [ScaledTensor(weight.codes[a:b], weight.scale_inv) for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
     for product, gathered in agreed_codes(codes, shards).items():
         for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
             assert same(found, expected), product

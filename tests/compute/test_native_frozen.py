@@ -104,7 +104,7 @@ def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
     saved = model.state_dict()
     assert {type(tensor) for tensor in saved.values()} == {torch.Tensor} and saved["base.0.weight"].dtype == dtype
     Adapted(dtype).load_state_dict(saved, strict=True)
-    codes = [(weight._data.clone(), weight._scale_inv.clone()) for weight in weights(model)]
+    codes = [(weight.codes.clone(), weight.scale_inv.clone()) for weight in weights(model)]
     values = [weight.dequantize(torch.float32) for weight in weights(model)]
     for assign in (False, True):
         model.load_state_dict({name: 10 * tensor for name, tensor in saved.items()}, assign=assign)
@@ -178,7 +178,7 @@ def test_moves_and_casts_leave_it_in_fp8():
     model, optimizer = prepared(fp8_params=True)
     model.to(torch.bfloat16)
     assert all(map(is_frozen, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))
-    assert all(weight._data.dtype == torch.float8_e4m3fn for weight in weights(model))
+    assert all(weight.codes.dtype == torch.float8_e4m3fn for weight in weights(model))
     with torch.autocast("cpu", torch.bfloat16):
         model(BATCHES[0].bfloat16()).sum().backward()
     assert model.adapter.weight.grad is not None and model.base[0].weight.grad is None

@@ -154,7 +154,7 @@ def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, store
     assert all(layer.weight.is_meta for layer in (model.up, model.side, model.down))
     model.to_empty(device="cpu").load_state_dict(weights)
     if stored != "plain":
-        assert isinstance(model.up.weight, ScaledTensor) and model.up.weight._data.dtype == STORED[stored]
+        assert isinstance(model.up.weight, ScaledTensor) and model.up.weight.codes.dtype == STORED[stored]
     numbers, counts, *_ = trained(model)
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
@@ -197,7 +197,7 @@ def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
             update(loss, optimizer)
         losses[each] = loss.item()
         assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[2].fp8_products.tolist() == [10, 10, 10, 0]
-        assert model[0].weight._data.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
+        assert model[0].weight.codes.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
     ours, others = losses.values()
     assert ours < 0.5 and abs(ours - others) < 0.02 * others
 

@@ -57,7 +57,7 @@ def values_of(weight):
 def pair(scaling, storage, sizes=(33, 48), dtype=torch.float32, spread=1.0, **fields):
     """A layer with a scaled weight, and one with the same values in a plain FP32 weight."""
     scaled = prepared(layer(sizes, dtype, spread), scaling, storage, **fields)
-    values = ScaledTensor(scaled[0].weight._data, scaled[0].weight._scale_inv).dequantize()  # FP32, not rounded
+    values = ScaledTensor(scaled[0].weight.codes, scaled[0].weight.scale_inv).dequantize()  # FP32, not rounded
     plain = nn.Sequential(nn.Linear(*sizes, dtype=dtype))
     plain[0].weight, plain[0].bias = nn.Parameter(values), nn.Parameter(scaled[0].bias.detach().clone())
     return scaled, prepared(plain, scaling, **fields)
@@ -122,7 +122,7 @@ def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
     y, dx, _, _ = run(scaled, x, dy)
     gradient = E4M3 if rowwise else E5M2
     values, w = weight.dequantize().double(), 2.0 ** torch.floor(torch.log2(448 / weight.dequantize().abs().max()))
-    assert torch.equal(weight._scale_inv, 1 / w)
+    assert torch.equal(weight.scale_inv, 1 / w)
 
     def quantized(values, fmt):
         if rowwise:
@@ -152,10 +152,8 @@ def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
     weight = scaled[0].weight
     run(scaled, torch.randn(16, 33), torch.randn(16, 48))
     fprop, dgrad = seen[0], seen[1]
-    assert fprop.codes is weight._data and fprop.scale_inv is weight._scale_inv
-    assert torch.equal(dgrad.codes.t().float(), weight._data.float()) and torch.equal(
-        dgrad.scale_inv, weight._scale_inv
-    )
+    assert fprop.codes is weight.codes and fprop.scale_inv is weight.scale_inv
+    assert torch.equal(dgrad.codes.t().float(), weight.codes.float()) and torch.equal(dgrad.scale_inv, weight.scale_inv)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -246,7 +244,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
 
     def keep(tensor):
         assert not isinstance(tensor, ScaledTensor)
-        if tensor.untyped_storage().data_ptr() != weight._data.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() != weight.codes.untyped_storage().data_ptr():
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 

@@ -197,9 +197,9 @@ def test_a_level_stores_weights_and_gradients_as_they_lie(level):
     model, optimizer = prepared(gpt2(), level)
     loss_of(model, batch("gpt2")).backward()
     weight = model.transformer.h[0].attn.c_attn.weight
-    assert weight._data.dtype == (torch.float8_e4m3fn if level in ("msamp:O3", "msamp:O4") else torch.float16)
-    assert weight.grad._data.dtype == torch.float8_e4m3fn
-    assert weight.shape == weight.grad.shape == (32, 96) and weight.grad._data.is_contiguous()
+    assert weight.codes.dtype == (torch.float8_e4m3fn if level in ("msamp:O3", "msamp:O4") else torch.float16)
+    assert weight.grad.codes.dtype == torch.float8_e4m3fn
+    assert weight.shape == weight.grad.shape == (32, 96) and weight.grad.codes.is_contiguous()
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def scaled(model: nn.Module) -> dict[str, ScaledTensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    parts = [tensor._data, tensor._scale_inv] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
+    parts = [tensor.codes, tensor.scale_inv] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
     as_bytes = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
     return hashlib.sha256(b"|".join(as_bytes)).hexdigest()
 

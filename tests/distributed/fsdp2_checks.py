@@ -74,7 +74,7 @@ def check_shards_of_scaled_weights():
             assert len(parts) == (2 if level == "O3" else 1)
             assert (local.residual is not None) is (level == "O4")
             for part in parts:
-                assert same_on_all_ranks(part._scale_inv) and part.shape == local.shape and part.partial == SHARD
+                assert same_on_all_ranks(part.scale_inv) and part.shape == local.shape and part.partial == SHARD
         assert local_part(model.blocks[0].up.weight).shape[0] == (33, 32)[dist.get_rank()]
         assert local_part(model.loudness.weight).shape[0] == (1, 0)[dist.get_rank()]
 
@@ -87,10 +87,10 @@ def check_what_is_copied_into_shards_gets_one_scale():
             values = (torch.arange(64 * 64).view(64, 64) // 2) / 512
             model.mix.weight.copy_(distribute_tensor(values, model.mix.weight.device_mesh, [Shard(0)]))
         local = local_part(model.mix.weight)
-        assert not same_on_all_ranks(local._scale_inv)
+        assert not same_on_all_ranks(local.scale_inv)
         loss_of(model, batches(1)[0])
-        assert same_on_all_ranks(local._scale_inv) and not local.unagreed
-        assert torch.equal(local._scale_inv, quantize(values, local._data.dtype)._scale_inv)
+        assert same_on_all_ranks(local.scale_inv) and not local.unagreed
+        assert torch.equal(local.scale_inv, quantize(values, local.codes.dtype).scale_inv)
         # eleven bits each: FP16 holds them, and E4M3 has an FP16 master
         assert torch.equal(whole(model.state_dict()["mix.weight"]), values)
 
@@ -117,7 +117,7 @@ def check_gradients_are_those_of_the_whole_batch():
             stored_in_fp8 = isinstance(local_part(gradient), ScaledTensor)
             assert stored_in_fp8 == isinstance(local_part(dict(model.named_parameters())[name]), ScaledTensor)
             if stored_in_fp8:
-                assert local_part(gradient)._data.dtype == torch.float8_e4m3fn
+                assert local_part(gradient).codes.dtype == torch.float8_e4m3fn
             error = _relative(whole(gradient), whole(exact[name]))
             figures[name] = max(error, figures.get(name, 0.0))
             # where both sides were rounded once more when they were stored
@@ -175,13 +175,13 @@ def check_microbatches():
                 (loss_of(model, part) / 4).backward()
         assert counted.count("all_to_all") == (16 if each_travels else 4)  # four units
         local = local_part(model.mix.weight.grad)
-        assert local._data.dtype == (torch.float32 if each_travels else torch.float8_e4m3fn)
+        assert local.codes.dtype == (torch.float32 if each_travels else torch.float8_e4m3fn)
         for name, p in model.named_parameters():
             if name in exact:
                 error = _relative(whole(p.grad), whole(exact[name]))
                 assert error <= 0.055, (each_travels, name, error)
         optimizer.step()  # which casts what microbatches have accumulated
-        assert local_part(model.mix.weight.grad)._data.dtype == torch.float8_e4m3fn
+        assert local_part(model.mix.weight.grad).codes.dtype == torch.float8_e4m3fn
 
 
 class _Stack(nn.Module):
@@ -269,7 +269,7 @@ def check_state_dicts_are_plain():
             assert torch.equal(whole(value), whole(saved[name])), (level, name)
         for name, p in other.named_parameters():
             if isinstance(local_part(p), ScaledTensor):
-                assert same_on_all_ranks(local_part(p)._scale_inv), name
+                assert same_on_all_ranks(local_part(p).scale_inv), name
         ids = batches(1)[0]
         assert abs(mean(loss_of(model, ids)) - mean(loss_of(other, ids))) < 1e-6
         stock = Net()
@@ -342,7 +342,7 @@ def hybrid_mesh():
         assert losses[-1] < losses[0] - 0.5, losses
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
-            assert not isinstance(local, ScaledTensor) or same_on_all_ranks(local._scale_inv), name
+            assert not isinstance(local, ScaledTensor) or same_on_all_ranks(local.scale_inv), name
             replica = local.dequantize() if isinstance(local, ScaledTensor) else local
             assert same_on_all_ranks(replica.detach(), mesh.get_group("replicas")), name
     runs = []

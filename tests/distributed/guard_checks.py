@@ -64,7 +64,7 @@ def check_a_bit_of_a_stored_weight_or_of_a_scale_is_named():
     step(model, optimizer)
     if dist.get_rank() == 1:
         weight = model.module[2].weight
-        weight._data.view(torch.int16)[0, 3] ^= 1
+        weight.codes.view(torch.int16)[0, 3] ^= 1
     step(model, optimizer)
     (fault,) = guard.faults(optimizer)
     assert (fault.step, fault.kind, fault.where) == (2, "apart", ("2.weight",)), fault
@@ -113,7 +113,7 @@ def check_a_parameter_of_one_rank_that_is_not_finite_stops_all_ranks():
         if dist.get_rank() == 1:
             layer, _, name = place.partition(".")
             weight = local_part(getattr((model if shard else model.module)[int(layer)], name).detach())
-            (weight._scale_inv if isinstance(weight, ScaledTensor) else weight).fill_(float("nan"))
+            (weight.scale_inv if isinstance(weight, ScaledTensor) else weight).fill_(float("nan"))
         with pytest.raises(
             FP8BackendError, match=f"step 2: parameter in {place}: an inf or a NaN in 1 tensor"
         ) as error:

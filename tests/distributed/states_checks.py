@@ -169,7 +169,7 @@ def check_shards_step_save_and_load_as_one_rank_does():
         assert_same(ours, reference)
         assert_same(hybrid, reference)
         assert all(torch.isfinite(whole(p)).all() for p in ours[0])
-        assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in ours[0] if hasattr(local_part(p), "_scale_inv"))
+        assert all(same_on_all_ranks(local_part(p).scale_inv) for p in ours[0] if hasattr(local_part(p), "scale_inv"))
 
         back, theirs = held(alone(level, states, make)), held(sharded(level, states, make))
         back[1].load_state_dict(ours[1].state_dict())
@@ -299,7 +299,7 @@ def train(model: nn.Module, optimizer, seeds) -> list[float]:
 def bits(model: nn.Module) -> list[torch.Tensor]:
     """Return all stored tensors of the parameters except masters."""
     stored = [
-        (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
+        (p.codes.view(torch.uint8), p.scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
         for p in model.parameters()
     ]
     return [each.clone() for parts in stored for each in parts]
@@ -323,7 +323,7 @@ def equal(a, b) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, ScaledTensor):
-        return equal(a._data, b._data) and equal(a._scale_inv, b._scale_inv)
+        return equal(a.codes, b.codes) and equal(a.scale_inv, b.scale_inv)
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
     return a == b
@@ -620,7 +620,7 @@ def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
             torch.testing.assert_close(after[name], value * 0.5, rtol=2**-11, atol=2**-24)
         model(x).square().mean().backward()
         optimizer.step()
-        assert all(same_on_all_ranks(local_part(p)._scale_inv) for p in model.parameters())
+        assert all(same_on_all_ranks(local_part(p).scale_inv) for p in model.parameters())
 
 
 def check_states_of_a_new_model_are_made_before_its_first_step():

@@ -145,14 +145,14 @@ def check_levels_store_parts_with_the_scale_of_the_whole():
         for name, dim in (("up", 0), ("down", 1)):
             whole, part = getattr(alone.block, name).weight, getattr(together.block, name).weight
             local = local_part(part)
-            assert isinstance(part, DTensor) and torch.equal(local._scale_inv, whole._scale_inv)
+            assert isinstance(part, DTensor) and torch.equal(local.scale_inv, whole.scale_inv)
             size = local.shape[dim]
-            assert torch.equal(local._data, whole._data.narrow(dim, dist.get_rank() * size, size)), (level, name)
+            assert torch.equal(local.codes, whole.codes.narrow(dim, dist.get_rank() * size, size)), (level, name)
         exact, shared = train(alone, of_one, 4), train(together, optimizer, 4)
         gap = max(abs(a / b - 1) for a, b in zip(exact, shared, strict=True))
         assert gap < 1e-5, (level, exact, shared)
         assert type(together.mix.weight) is ScaledTensor and alike(together.mix.weight.exact())
-        assert alike(local_part(together.block.down.weight)._scale_inv)
+        assert alike(local_part(together.block.down.weight).scale_inv)
         figures[level] = fp8_backends.audit(together, optimizer).bytes_per_element["total"]
         values = together.block.up.weight.full_tensor()
         fp8_backends.restore(together)
@@ -271,7 +271,7 @@ def fsdp2_gathers_what_ranks_agreed_on():
         with torch.no_grad():
             local_part(weight).copy_(torch.full(weight.to_local().shape, 2.0 ** dist.get_rank()))
     train(model, optimizer, 1, rows=rows(), backward=acc.backward)
-    assert alike(local_part(model.block.up.weight)._scale_inv) and alike(local_part(model.block.down.weight)._scale_inv)
+    assert alike(local_part(model.block.up.weight).scale_inv) and alike(local_part(model.block.down.weight).scale_inv)
 
 
 if __name__ == "__main__":

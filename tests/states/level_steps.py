@@ -68,7 +68,7 @@ def assert_equal_states(a, b) -> None:
             other = b.state[q][name]
             assert type(value) is type(other), name
             if isinstance(value, ScaledTensor):
-                assert (value._data.dtype, value.block_size) == (other._data.dtype, other.block_size), name
+                assert (value.codes.dtype, value.block_size) == (other.codes.dtype, other.block_size), name
                 assert torch.equal(value.exact(torch.float32), other.exact(torch.float32)), name
             else:
                 assert torch.equal(value, other), name

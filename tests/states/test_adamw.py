@@ -50,7 +50,7 @@ def test_a_large_embedding_has_scaled_states_and_is_trained():
     before = values_of(model)["embed.weight"]
     train(model, optimizer, range(3))
     assert type(model.embed.weight) is nn.Parameter and model.embed.weight.dtype == torch.float32
-    assert optimizer.state[model.embed.weight]["exp_avg"]._data.dtype == torch.float8_e4m3fn
+    assert optimizer.state[model.embed.weight]["exp_avg"].codes.dtype == torch.float8_e4m3fn
     moved = (values_of(model)["embed.weight"] != before).any(1)
     assert moved[:2].all()
 
@@ -245,7 +245,7 @@ def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(
             is_scaled = isinstance(stored, ScaledTensor)
             assert type(value) is torch.Tensor and not value.is_meta, name
             assert torch.equal(value.float(), stored.exact(torch.float32) if is_scaled else stored), name
-            in_fp8 = is_scaled and stored._data.dtype == torch.float8_e4m3fn and stored.residual is None
+            in_fp8 = is_scaled and stored.codes.dtype == torch.float8_e4m3fn and stored.residual is None
             assert value.dtype == (torch.bfloat16 if in_fp8 else torch.float32), name
             assert placeholders[key][name].is_meta == is_scaled, name
 
@@ -257,11 +257,11 @@ def test_moments_that_were_rounded_to_a_power_of_two_are_loaded_to_the_bit(level
     train(model, optimizer, range(1))
     moment = optimizer.state[model[0].weight]["exp_avg"]
     moment.copy_(torch.randn(moment.shape))
-    moment._data.copy_(moment._data.float().clamp(-224, 224))
-    before, scale_inv = moment.exact(), moment._scale_inv.clone()
+    moment.codes.copy_(moment.codes.float().clamp(-224, 224))
+    before, scale_inv = moment.exact(), moment.scale_inv.clone()
     optimizer.load_state_dict(optimizer.state_dict())
     moment = optimizer.state[model[0].weight]["exp_avg"]
-    assert torch.equal(moment.exact(), before) and torch.equal(moment._scale_inv, scale_inv / 2)
+    assert torch.equal(moment.exact(), before) and torch.equal(moment.scale_inv, scale_inv / 2)
 
 
 def test_loading_updates_groups_in_place_and_keeps_a_scheduler_in_charge():

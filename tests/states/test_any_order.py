@@ -176,7 +176,7 @@ class AnyOrder(RuleBasedStateMachine):
         stepped = [i for i, twin in self.twins.items() if twin.grad is not None]
         before = {i: self.rounded(self.twins[i]) for i in stepped}
         gradients = {i: self.model[i].weight.grad for i in stepped}
-        summed = [i for i, g in gradients.items() if isinstance(g, ScaledTensor) and g._data.dtype == torch.float32]
+        summed = [i for i, g in gradients.items() if isinstance(g, ScaledTensor) and g.codes.dtype == torch.float32]
         self.optimizer.step()
         for i in stepped:
             weight = self.model[i].weight

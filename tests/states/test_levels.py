@@ -43,7 +43,7 @@ def test_bytes_per_element_are_those_of_the_level(level):
 
 def stored(tensor: torch.Tensor) -> int:
     if isinstance(tensor, ScaledTensor):
-        return sum(part.nbytes for part in (tensor._data, tensor._scale_inv, tensor.residual) if part is not None)
+        return sum(part.nbytes for part in (tensor.codes, tensor.scale_inv, tensor.residual) if part is not None)
     return tensor.nbytes if tensor.numel() > 1 else 0
 
 
@@ -72,7 +72,7 @@ def test_parameter_objects_ties_flags_attributes_and_hooks_survive(level):
     assert before == {name: (id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     weights = [model.first.weight, model.frozen.weight, model.last.weight]
-    assert all(w._data.dtype == STORED[level] for w in weights) and type(model.last.bias) is nn.Parameter
+    assert all(w.codes.dtype == STORED[level] for w in weights) and type(model.last.bias) is nn.Parameter
     assert model.tied.weight is model.first.weight and model.first.weight.tag == "mine"
     handle.remove()
     train(model, optimizer, range(4))
@@ -92,13 +92,13 @@ def quantized(values: torch.Tensor, level: str) -> torch.Tensor:
 def test_gradients_are_e4m3_at_once_and_fp32_while_they_accumulate(level):
     model, optimizer = prepared(level)
     gradients = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad._data.dtype))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.codes.dtype))
     loss_of(model, 0).backward()
     loss_of(model, 1).backward()
     assert gradients == [torch.float8_e4m3fn, torch.float32]
     assert type(model[0].bias.grad) is torch.Tensor and type(model[2].weight.grad) is torch.Tensor
     optimizer.step()
-    assert model[0].weight.grad._data.dtype == torch.float8_e4m3fn
+    assert model[0].weight.grad.codes.dtype == torch.float8_e4m3fn
 
 
 def test_a_gradient_that_was_there_is_kept():
@@ -143,7 +143,7 @@ def test_assigned_weights_are_stored_again(level):
     model, _ = prepared(level, model=model)
     assert model[0].weight.is_meta
     model.load_state_dict(mlp().state_dict(), assign=True)
-    assert model[0].weight._data.dtype == STORED[level] and not model[0].weight.is_meta
+    assert model[0].weight.codes.dtype == STORED[level] and not model[0].weight.is_meta
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     fp8_backends.prepare(model, optimizer, f"msamp:{level}")
     losses = train(model, optimizer, [0] * 20)
@@ -170,7 +170,7 @@ def test_moved_and_cast_modules_keep_their_storage_and_hooks(level):
     model, optimizer = prepared(level)
     model[0].weight.tag = "mine"
     model.to("cpu", torch.bfloat16).to(torch.float32)
-    assert model[0].weight._data.dtype == STORED[level] and model[0].weight.tag == "mine"
+    assert model[0].weight.codes.dtype == STORED[level] and model[0].weight.tag == "mine"
     loss_of(model, 0).backward()
     assert isinstance(model[0].weight.grad, ScaledTensor)
     optimizer.step()

@@ -99,7 +99,7 @@ def assert_within_a_step(stored: torch.Tensor, wanted: torch.Tensor, rounding: s
     if not isinstance(stored, ScaledTensor):
         torch.testing.assert_close(stored.detach(), wanted, rtol=1e-6, atol=1e-8)
         return
-    fmt, scale_inv = FORMATS[stored._data.dtype] if stored.residual is None else E4M11, stored._scale_inv
+    fmt, scale_inv = FORMATS[stored.codes.dtype] if stored.residual is None else E4M11, stored.scale_inv
     if stored.block_size:
         scale_inv = scale_inv.repeat_interleave(stored.block_size)[: stored.numel()].view(stored.shape)
     step = torch.maximum(2.0 ** (wanted.abs().log2().floor() - fmt.mantissa_bits), fmt.smallest * scale_inv)
@@ -230,7 +230,7 @@ def test_the_same_object_keeps_its_groups_schedulers_and_hooks_and_stores_scaled
         scheduler.step()  # warns, an error here, if it does not see the step
     assert group["lr"] == lr / 4 and group["mine"] == "kept" and len(steps) == 2
     state = optimizer.state[model[0].weight]
-    stored = {name: getattr(value, "_data", value).dtype for name, value in state.items() if name != "step"}
+    stored = {name: getattr(value, "codes", value).dtype for name, value in state.items() if name != "step"}
     assert stored == STORED[kind] and state["step"] == 2
     loss_of(model, 0).backward()
     audit = fp8_backends.audit(model, optimizer)
@@ -297,7 +297,7 @@ def test_a_checkpoint_loads_at_another_level_by_value(kind, source, target):
             value, loaded_value = exact(optimizer.state[p][name]), loaded.state[q][name]
             scaled = isinstance(loaded_value, ScaledTensor)
             # half a step of E4M3 is 2**-4 of a value, and of a root 2**-5
-            half_step = (1 + 2**-5) ** 2 - 1 if scaled and loaded_value._data.dtype == torch.uint8 else 2**-4
+            half_step = (1 + 2**-5) ** 2 - 1 if scaled and loaded_value.codes.dtype == torch.uint8 else 2**-4
             atol = value.abs().max().item() * 1e-5 * scaled
             torch.testing.assert_close(exact(loaded_value), value, rtol=half_step if scaled else 0, atol=atol)
         assert loaded.state[q].get("step", 3) == 3

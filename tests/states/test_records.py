@@ -63,7 +63,7 @@ def test_a_weight_knows_the_amax_of_its_data_until_something_writes_to_it(kind):
     train(model, optimizer, range(3))
     for name, p in model.named_parameters():
         if isinstance(p, ScaledTensor):
-            assert torch.equal(p.known_amax(), tensor_amax(p._data)), name
+            assert torch.equal(p.known_amax(), tensor_amax(p.codes)), name
     assert set(known(copy.deepcopy(model)).values()) == {None}
     buffer = io.BytesIO()
     torch.save(model, buffer)

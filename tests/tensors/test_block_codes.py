@@ -24,12 +24,12 @@ def made(rows: int = 200, columns: int = 300, dtype: torch.dtype = torch.float32
 
 def same(a: BlockCodes, b: BlockCodes) -> bool:
     assert isinstance(a, BlockCodes) and isinstance(b, BlockCodes)
-    return torch.equal(a._data.view(torch.uint8), b._data.view(torch.uint8)) and torch.equal(a._scale_inv, b._scale_inv)
+    return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scale_inv, b.scale_inv)
 
 
 def test_values_are_those_of_the_reference_and_every_function_reads_them():
     tensor = made()
-    values = reference.dequantize_blocks(tensor._data, tensor._scale_inv, 128, 128)
+    values = reference.dequantize_blocks(tensor.codes, tensor.scale_inv, 128, 128)
     assert torch.equal(tensor.exact(), values) and torch.equal(tensor + 0, values)
     x = torch.randn(4, 300)
     assert torch.equal(nn.functional.linear(x, tensor), nn.functional.linear(x, values))
@@ -50,7 +50,7 @@ def test_copies_of_every_kind_have_the_codes_to_the_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_that_were_saved_become_the_same_codes(dtype):
     tensor, target = made(dtype=dtype), made(dtype=dtype)
-    target._data.zero_()
+    target.codes.zero_()
     target.copy_(tensor.exact())
     assert same(target, tensor)
 
@@ -59,10 +59,10 @@ def test_a_block_with_larger_values_gets_its_own_scale():
     target = made()
     values = target.exact()
     values[:128, :128] *= 1000
-    scales = target._scale_inv.clone()
+    scales = target.scale_inv.clone()
     target.copy_(values)
     assert (target.exact() - values).abs().max() <= values.abs().max() / 16
-    assert target._scale_inv[0, 0] > scales[0, 0] and torch.equal(target._scale_inv[1], scales[1])
+    assert target.scale_inv[0, 0] > scales[0, 0] and torch.equal(target.scale_inv[1], scales[1])
 
 
 VIEWS = {

@@ -72,9 +72,9 @@ def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, b
     x = {"matrix": x, "transposed": x.t(), "three dimensions": x.view(-1, 1, 64)}[form]
     stored, plainly = quantize(x, E4M3), quantize(x, E4M3, amax=agreed_over(amax_of(x), []))
     if bad is None:
-        assert torch.equal(stored._data.view(torch.uint8), plainly._data.view(torch.uint8))
-    assert stored._data.is_contiguous() and torch.equal(
-        stored._scale_inv.nan_to_num(-1), plainly._scale_inv.nan_to_num(-1)
+        assert torch.equal(stored.codes.view(torch.uint8), plainly.codes.view(torch.uint8))
+    assert stored.codes.is_contiguous() and torch.equal(
+        stored.scale_inv.nan_to_num(-1), plainly.scale_inv.nan_to_num(-1)
     )
     assert agreed_over(torch.tensor([-torch.inf, torch.nan, 2.0]), []).tolist() == [-torch.inf, torch.inf, 2.0]
 
@@ -86,10 +86,10 @@ def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
     total = quantize(values(rows, 64), E4M3)
     total.accumulates = True
     total.add_(values(*total.shape, seed=1)).mul_(torch.tensor(factor))
-    product = total._data * total._scale_inv
+    product = total.codes * total.scale_inv
     total.finish_accumulation()
     expected = quantize(product, E4M3, amax=amax_of(product))
-    assert total._data.dtype == E4M3
+    assert total.codes.dtype == E4M3
     torch.testing.assert_close(total.dequantize(), expected.dequantize(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -100,7 +100,7 @@ def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
 def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
     x = values(n, seed=seed) * 2.0**exponent
     t = quantize(x, storage, block_size=block_size)
-    scale = 1 / t._scale_inv.double()
+    scale = 1 / t.scale_inv.double()
     assert torch.equal(torch.exp2(torch.round(torch.log2(scale))), scale)
     largest = FORMAT_OF[storage].max
     amax = amax_of(x, block_size).reshape(-1)
@@ -120,18 +120,18 @@ def test_a_pair_has_twelve_bits_and_its_code_is_the_nearest(seed, exponent, n):
     error = (t.exact().double() - x.double()).abs()
     assert (error <= torch.maximum(2.0**-12 * x.double().abs(), 2.0**-25 * x.double().abs().max())).all()
     assert torch.equal(quantize_pair(t.exact()).exact(), t.exact())
-    scaled = t.exact() / t._scale_inv
+    scaled = t.exact() / t.scale_inv
     nearest = saturating_cast(scaled, formats.E4M3).float()
-    assert torch.equal((t._data.float() - scaled).abs(), (nearest - scaled).abs())
+    assert torch.equal((t.codes.float() - scaled).abs(), (nearest - scaled).abs())
 
 
 def test_a_large_pair_is_made_and_read_in_parts_as_the_reference_does_it():
     x = values(PART + 77) * torch.logspace(0, -7, PART + 77)
     t = quantize_pair(x)
-    rounded = reference.nearest_round(x / t._scale_inv, formats.E4M11)
+    rounded = reference.nearest_round(x / t.scale_inv, formats.E4M11)
     codes, residual = reference.split(rounded)
-    assert torch.equal(t._data.view(torch.uint8), codes) and torch.equal(t.residual, residual)
-    assert torch.equal(t.exact().double(), rounded * t._scale_inv)
+    assert torch.equal(t.codes.view(torch.uint8), codes) and torch.equal(t.residual, residual)
+    assert torch.equal(t.exact().double(), rounded * t.scale_inv)
     assert torch.equal(t[1:].view(-1, 4).t().exact(), t.exact()[1:].view(-1, 4).t())
 
 
@@ -141,7 +141,7 @@ def test_a_root_has_five_bits_and_no_positive_value_becomes_zero(seed, exponent,
     x = (values(n, seed=seed) * 2.0**exponent).square() * torch.linspace(0, 1, n)
     t = quantize(x, ROOT8, block_size=32)
     root, stored = x.double().sqrt(), t.dequantize().double().sqrt()
-    least = t._scale_inv.double().repeat_interleave(32)[:n] * formats.ROOT8.smallest
+    least = t.scale_inv.double().repeat_interleave(32)[:n] * formats.ROOT8.smallest
     small = root < least * 2**formats.ROOT8.mantissa_bits
     assert ((stored - root).abs() <= torch.where(small, least, root * (2.0**-5 + 2.0**-20))).all()
     assert torch.equal(stored > 0, x > 0)
@@ -153,7 +153,7 @@ def test_a_non_finite_value_makes_the_scale_non_finite(bad, storage):
     x = values(8, 8)
     x[3, 3] = bad
     for t in (quantize(x, storage), quantize_pair(x)):
-        assert not torch.isfinite(t._scale_inv) and not torch.isfinite(t.exact()).any()
+        assert not torch.isfinite(t.scale_inv) and not torch.isfinite(t.exact()).any()
         assert not torch.isfinite(torch.linalg.vector_norm(t))
 
 
@@ -179,7 +179,7 @@ def test_logical_dtype_is_the_parameters_and_fp32_for_fp16(dtype):
 @pytest.mark.parametrize("factor", [16.0, 1 / 512, 2.0**-40])
 def test_powers_of_two_are_exact(storage, factor):
     t = quantize(values(16, 16), storage)
-    before, data = t.dequantize(), t._data.clone()
+    before, data = t.dequantize(), t.codes.clone()
     assert torch.equal((t * factor).dequantize(), before * factor)
     assert torch.equal((t / factor).dequantize(), before / factor)
     assert torch.equal((factor * t).dequantize(), before * factor)
@@ -187,7 +187,7 @@ def test_powers_of_two_are_exact(storage, factor):
     assert torch.equal(t.dequantize(), before * factor)
     t.div_(torch.tensor(factor))
     assert torch.equal(t.dequantize(), before)
-    assert torch.equal(t._data.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(t.codes.view(torch.uint8), data.view(torch.uint8))
 
 
 @given(factor=st.floats(1e-3, 1e3))
@@ -195,11 +195,11 @@ def test_powers_of_two_are_exact(storage, factor):
 def test_other_factors_round_the_scale_once(factor):
     t = quantize(values(8, 8), E4M3)
     t.accumulates = True  # a gradient
-    scale_inv, f = t._scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
+    scale_inv, f = t.scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
     t.div_(factor)
-    assert torch.equal(t._scale_inv, scale_inv / f)
+    assert torch.equal(t.scale_inv, scale_inv / f)
     t.mul_(factor)
-    assert torch.equal(t._scale_inv, scale_inv / f * f)
+    assert torch.equal(t.scale_inv, scale_inv / f * f)
 
 
 # Everything else
@@ -354,7 +354,7 @@ def test_values_leave_as_those_of_a_tensor_do(level):
 def test_a_parameter_made_anew_is_one():
     """Accelerate moves parameters so: `type(parameter)(values, requires_grad=...)`."""
     weight = weights("O2", values(8, 8))
-    assert ScaledTensor(weight.to("cpu", copy=True), requires_grad=False)._data.dtype == FP16
+    assert ScaledTensor(weight.to("cpu", copy=True), requires_grad=False).codes.dtype == FP16
     plain = ScaledTensor(values(8, 8), requires_grad=True)
     assert type(plain) is nn.Parameter and plain.requires_grad
 
@@ -370,7 +370,7 @@ def test_a_residual_is_a_part_of_its_weight():
     plain = {"t": exact.t(), "rows": exact[2:5], "column": exact[:, 3], "strided": exact.view(-1)[::3]}
     plain["split"] = exact.split(3)[1]
     for name, view in seen.items():
-        assert torch.equal(view.exact(), plain[name]) and view.residual.shape == view._data.shape
+        assert torch.equal(view.exact(), plain[name]) and view.residual.shape == view.codes.shape
         for other in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), view.detach().to("cpu", copy=True)):
             assert torch.equal(other.exact(), plain[name])
     t.detach()[2:5].mul_(1.1)
@@ -398,7 +398,7 @@ def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(
     for source in (values(8, 8, seed=1), ties, ties.bfloat16(), *(weights(each, ties).detach() for each in LEVELS)):
         owner.copy_(source)
         other.copy_(source)
-        assert same(ScaledTensor(owner._data, owner._scale_inv), ScaledTensor(other._data, other._scale_inv))
+        assert same(ScaledTensor(owner.codes, owner.scale_inv), ScaledTensor(other.codes, other.scale_inv))
     assert torch.equal(other.dequantize(), owner.dequantize())
     reads = (other.exact, other.clone, owner.clone, owner.tolist)
     for wrong in (*reads, lambda: owner.copy_(other), lambda: weights("O4", ties).detach().copy_(other)):
@@ -488,9 +488,9 @@ def test_microbatches_accumulate_in_high_precision_and_round_once():
     for part in parts[1:]:
         assert total.add_(part) is total
         rounded_each_time = quantize(rounded_each_time.dequantize() + part, E4M3)
-    assert total._data.dtype == torch.float32
+    assert total.codes.dtype == torch.float32
     total.finish_accumulation()
-    assert total._data.dtype == E4M3
+    assert total.codes.dtype == E4M3
 
     def error(made):
         return ((made.dequantize() - exact).norm() / exact.norm()).item()
@@ -526,14 +526,14 @@ def test_loss_scaler_unscales_the_scale_and_finds_what_is_not_finite(bad):
         gradient[1, 1] = bad
     scaled.grad, plain.grad = quantize(gradient, E4M3), values(8, seed=2) * 65536
     scaled.grad.accumulates = True
-    data = scaled.grad._data.clone()
+    data = scaled.grad.codes.clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale(torch.zeros(()))
     optimizer = torch.optim.SGD([scaled, plain], lr=0.0)
     scaler.unscale_(optimizer)
     found = scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()
     assert found == (bad is not None)
-    assert torch.equal(scaled.grad._data.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(scaled.grad.codes.view(torch.uint8), data.view(torch.uint8))
     torch.testing.assert_close(plain.grad, values(8, seed=2))
     if bad is None:
         assert same(scaled.grad, quantize(values(8, 8, seed=1), E4M3))
@@ -567,7 +567,7 @@ def test_a_copy_is_stored_equally(way, form, parameter):
     t = FORMS[form](values(8, 8).bfloat16())
     t = nn.Parameter(t, requires_grad=True) if parameter else t
     made = ways()[way](t)
-    if way == "flatten":  # what compiled code reads: data and scale
+    if way == "flatten":  # what compiled code reads: codes and scale
         t.rest = None
     assert isinstance(made, ScaledTensor) and same(made, t) and made.block_size == t.block_size
     assert isinstance(made, nn.Parameter) is (parameter and way not in ("to", "flatten"))

@@ -172,7 +172,7 @@ def test_stored_codes_tell_zeros_and_what_lies_at_the_largest_number():
 def test_of_stored_roots_the_numbers_are_those_of_the_roots():
     roots = torch.tensor([0.0, 0.0, 3.0, 0.25, 1.5, 1.0, 0.5, 0.75]) * 2.0**-12
     stored = quantize(roots.square(), ROOT8.dtype, block_size=4)
-    counted = statistics.statistics_of_codes(stored._data, stored._scale_inv, roots.max(), ROOT8)
+    counted = statistics.statistics_of_codes(stored.codes, stored.scale_inv, roots.max(), ROOT8)
     (found,) = read([counted])
     assert (found.flushed, found.saturated, found.amax) == (2, 0, 3 * 2.0**-12)
     assert torch.equal(torch.tensor([found.lowest_scale, found.highest_scale]), torch.tensor([2.0**19, 2.0**20]))

@@ -124,7 +124,7 @@ def _as_stored(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if stored.residual is not None:
         return quantize_pair(value).exact()
     with_all_precision = stored if stored.master is None else stored.master
-    return quantize(value, with_all_precision._data.dtype, value.dtype).dequantize()
+    return quantize(value, with_all_precision.codes.dtype, value.dtype).dequantize()
 
 
 def trainable(model: nn.Module) -> set[str]:

@@ -211,7 +211,7 @@ class Stored(NamedTuple):
         if not isinstance(weight, ScaledTensor):
             return cls(weight.detach(), None)
         assert not weight.block_size, "a weight has one scale"
-        return cls(weight._data, weight._scale_inv)
+        return cls(weight.codes, weight.scale_inv)
 
     def t(self) -> Stored:
         """Return a transposed view."""

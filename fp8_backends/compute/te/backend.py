@@ -202,7 +202,7 @@ class TransformerEngineCompute(Compute):
             return None
         weight = module.matrix
         has_codes = _is_its_codes(weight, module.te_state.recipe)
-        return Quantized(weight._data, weight._scale_inv) if has_codes else None
+        return Quantized(weight.codes, weight.scale_inv) if has_codes else None
 
     def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
         """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own delayed scales. None
@@ -272,7 +272,7 @@ def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
     from .weights import ONE_SCALE
 
     is_scaled = isinstance(weight, ScaledTensor)
-    return is_scaled and recipe.scaling in ONE_SCALE and weight._data.dtype == torch.float8_e4m3fn
+    return is_scaled and recipe.scaling in ONE_SCALE and weight.codes.dtype == torch.float8_e4m3fn
 
 
 def _has_compiled_part() -> bool:

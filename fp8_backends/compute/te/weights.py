@@ -30,18 +30,18 @@ class CastWeight:
 
     def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
         self.quantized, self.differentiable = quantized, differentiable
-        self._data, self._scale_inv = weakref.ref(weight._data), weakref.ref(weight._scale_inv)
+        self._codes, self._scale_inv = weakref.ref(weight.codes), weakref.ref(weight.scale_inv)
         self._versions = _versions(weight)
 
     def serves(self, weight: ScaledTensor, differentiable: bool) -> bool:
         """Return True if `weight` still has the values of the cast: neither swapped nor changed in place."""
-        same = self._data() is weight._data and self._scale_inv() is weight._scale_inv
+        same = self._codes() is weight.codes and self._scale_inv() is weight.scale_inv
         return same and self._versions == _versions(weight) and self.differentiable >= differentiable
 
 
 def _versions(weight: ScaledTensor) -> tuple[int, ...]:
     """Return all version counters: operators on the weight raise its own, kernels the counters of its parts."""
-    return weight._version, weight._data._version, weight._scale_inv._version
+    return weight._version, weight.codes._version, weight.scale_inv._version
 
 
 def for_te(
@@ -52,12 +52,12 @@ def for_te(
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
-    return CastWeight(_cast(weight, weight._data, is_transposed, quantizer, scaling), weight, differentiable)
+    return CastWeight(_cast(weight, weight.codes, is_transposed, quantizer, scaling), weight, differentiable)
 
 
 def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
     """Cast each expert's part of `weight`, [experts, out, in] or transposed, for every forward."""
-    parts = zip(weight._data.unbind(), quantizers, strict=True)
+    parts = zip(weight.codes.unbind(), quantizers, strict=True)
     return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
 
 
@@ -75,13 +75,13 @@ def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantiz
                 dtype=weight.dtype,
                 data=codes.t().contiguous() if is_transposed else codes,
                 data_transpose=codes if is_transposed else None,
-                fp8_scale_inv=weight._scale_inv.reshape(1),
+                fp8_scale_inv=weight.scale_inv.reshape(1),
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
             result.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
         else:
-            result = quantizer.quantize(matrix.float() * weight._scale_inv)
+            result = quantizer.quantize(matrix.float() * weight.scale_inv)
     quantizer.internal = internal
     return result
 

@@ -103,9 +103,9 @@ def test_stored_weights_are_multiplied_as_linears_multiply_theirs_to_the_bit(fam
     prepared(root, f"te:{scaling}+msamp:{level}"), prepared(twin, f"te:{scaling}")
     for part, layers in (("gate_up_proj", twin[0].up), ("down_proj", twin[0].down)):
         stored = getattr(root.experts, part)
-        data = stored._data.mT.contiguous() if root.experts.is_transposed else stored._data
+        data = stored.codes.mT.contiguous() if root.experts.is_transposed else stored.codes
         for layer, matrix in zip(layers, data, strict=True):
-            swap(layer.weight, ScaledTensor(matrix.clone(), stored._scale_inv.clone()), "weight")
+            swap(layer.weight, ScaledTensor(matrix.clone(), stored.scale_inv.clone()), "weight")
     for step in range(2):
         ours, theirs = (results(model, step, torch.float32) for model in (root, twin))
         for name, expected in theirs.items():

@@ -85,10 +85,10 @@ def test_bytes_products_and_plain_exports(level):
     assert has.compute.transient_bytes_per_element(model[0]) == (1.0 if level in IN_E4M3 else 2.0)
     weights = [model[index].weight for index in (0, 2, 4)]
     assert all(isinstance(weight, ScaledTensor) for weight in weights)
-    assert weights[0]._data.dtype == (torch.float8_e4m3fn if level in IN_E4M3 else torch.float16)
+    assert weights[0].codes.dtype == (torch.float8_e4m3fn if level in IN_E4M3 else torch.float16)
     codes = has.compute.weight_codes(model[0])  # what a checkpoint of codes holds
     assert (codes is not None) == (level in IN_E4M3)
-    assert codes is None or torch.equal(codes.codes.view(torch.uint8), weights[0]._data.view(torch.uint8))
+    assert codes is None or torch.equal(codes.codes.view(torch.uint8), weights[0].codes.view(torch.uint8))
     state = model.state_dict()
     assert list(state) == list(net().state_dict()) and {type(value) for value in state.values()} == {torch.Tensor}
     net().load_state_dict(state)

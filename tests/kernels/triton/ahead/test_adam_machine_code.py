@@ -37,33 +37,33 @@ OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, 2
 def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True) -> MachineCode:
     constants = {"KIND": triton_adam.TritonKernels(KINDS[kind], fp8_casts).constants, "ALIGNED": aligned}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = GRADIENTS if kernel is triton_adam._gradient_kernel else SIGNATURE
+    types = GRADIENTS if kernel is triton_adam.gradient_kernel else SIGNATURE
     signature = {name: type_ for name, type_ in types.items() if name in kernel.arg_names}
     return compiled(kernel, signature, constants, tmp_path, **triton_adam.LIMITS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
-    made = of(triton_adam._write_kernel, kind, tmp_path)
+    made = of(triton_adam.write_kernel, kind, tmp_path)
     assert made.stack == 0
     assert made.registers * 32 * triton_adam.LIMITS["num_warps"] * PROGRAMS <= OF_A_MULTIPROCESSOR
     assert 64 in made.widths("ld") or kind == "O4"  # whose elements are bytes
     assert "fma.rn" not in _outside_divisions(made.ptx)
 
 
-@pytest.mark.parametrize("kernel,kind", [("_gradient_kernel", "an embedding"), ("_bounds_kernel", "O2")])
+@pytest.mark.parametrize("kernel,kind", [("gradient_kernel", "an embedding"), ("bounds_kernel", "O2")])
 def test_the_small_kernels_compile(kernel, kind, tmp_path):
     made = of(getattr(triton_adam, kernel), kind, tmp_path)
     assert made.stack == 0
 
 
 def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
-    wide, narrow = (of(triton_adam._write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
+    wide, narrow = (of(triton_adam.write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
     assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
 
 
 def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):
-    new, old = (of(triton_adam._write_kernel, "O2", tmp_path, fp8_casts=casts) for casts in (True, False))
+    new, old = (of(triton_adam.write_kernel, "O2", tmp_path, fp8_casts=casts) for casts in (True, False))
     assert "e4m3x2" in new.ptx and "e4m3x2" not in old.ptx
 
 

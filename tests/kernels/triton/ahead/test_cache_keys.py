@@ -54,7 +54,7 @@ def test_each_global_value_that_a_kernel_reads(name, monkeypatch):
 def test_each_value_that_the_kernels_of_the_adam_step_get_by_their_kind(monkeypatch):
     def key(kind) -> str:
         constants = triton_adam.TritonKernels(kind, True).constants
-        return ASTSource(triton_adam._write_kernel, {}, {"KIND": constants}).hash()
+        return ASTSource(triton_adam.write_kernel, {}, {"KIND": constants}).hash()
 
     for kind in KINDS.values():
         before, values = key(kind), triton_adam.TritonKernels(kind, True).constants._values

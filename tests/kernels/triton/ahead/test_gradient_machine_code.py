@@ -13,7 +13,7 @@ def test_a_sum_reads_and_writes_vectors(dtype, widest, tmp_path):
     signature = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", "addend_ptr": dtype, "total_ptr": "*fp32"}
     signature |= {"numel": "i32:16"}
     code = compiled(
-        kernels._accumulate_kernel, signature, {"BLOCK": kernels.ADDED}, tmp_path, num_warps=kernels.ADDING_WARPS
+        kernels.accumulate_kernel, signature, {"BLOCK": kernels.ADDED}, tmp_path, num_warps=kernels.ADDING_WARPS
     )
     assert code.stack == 0 and code.registers <= 128
     assert code.widths("st") == {128} and widest in code.widths("ld")
@@ -22,7 +22,7 @@ def test_a_sum_reads_and_writes_vectors(dtype, widest, tmp_path):
 def test_a_norm_reads_vectors(tmp_path):
     signature = {"codes_ptr": "*u8", "partial_ptr": "*fp32", "numel": "i32:16", "blocks": "i32"}
     code = compiled(
-        *(kernels._squares_kernel, signature, {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True}, tmp_path),
+        *(kernels.squares_kernel, signature, {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True}, tmp_path),
         num_warps=kernels.SQUARING_WARPS,
     )
     assert code.stack == 0 and code.registers <= 64
@@ -31,5 +31,5 @@ def test_a_norm_reads_vectors(tmp_path):
 
 def test_the_last_sum_of_a_norm_fits_in_registers(tmp_path):
     signature = {"partial_ptr": "*fp32", "partials": "i32", "scale_inv_ptr": "*fp32", "norm_ptr": "*fp32"}
-    code = compiled(kernels._norm_kernel, signature, {}, tmp_path, num_warps=4)
+    code = compiled(kernels.norm_kernel, signature, {}, tmp_path, num_warps=4)
     assert code.stack == 0

@@ -25,7 +25,7 @@ def amax(tmp_path, dtype: str, kind: str, lines: bool) -> MachineCode:
     arguments = {"x_ptr": dtype, "bits_ptr": "*i32", **OWNERS[kind], **LARGE, "LINES": lines}
     scales = {"row_scale_ptr": "*fp32", "scale_inv_ptr": "*fp32"}
     arguments |= {"FORMAT": "e4m3"} | (scales if lines else dict.fromkeys(scales))
-    return of(triton_groups._amax_kernel, tmp_path, AMAX_ROW_TILE, arguments)
+    return of(triton_groups.amax_kernel, tmp_path, AMAX_ROW_TILE, arguments)
 
 
 def cast(tmp_path, dtype: str, kind: str, lines: bool, **changed) -> MachineCode:
@@ -33,7 +33,7 @@ def cast(tmp_path, dtype: str, kind: str, lines: bool, **changed) -> MachineCode
     arguments |= {"given_ptr": None, "given_stride": 0, "row_scale_ptr": "*fp32" if lines else None, "LINES": lines}
     arguments |= {**OWNERS[kind], **LARGE, "groups": "i32", "tiles": "i32", **CASTS, **changed}
     del arguments["stored_scale_inv_ptr"]
-    return of(triton_groups._cast_kernel, tmp_path, CAST_TILE, arguments)
+    return of(triton_groups.cast_kernel, tmp_path, CAST_TILE, arguments)
 
 
 def of(kernel, tmp_path, tile, arguments: dict) -> MachineCode:

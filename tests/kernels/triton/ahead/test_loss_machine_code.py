@@ -19,7 +19,7 @@ def test_a_row(dtype, is_smooth, tmp_path):
     block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
     code = compiled(
-        triton_backward._cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_backward.WARPS
+        triton_backward.cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_backward.WARPS
     )
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == max(code.widths("st")) == 128

@@ -35,7 +35,7 @@ def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3"
     arguments |= {"given_ptr": GIVEN.get(rule), "partial_ptr": "*i32", "partials": "i32"}
     arguments |= {"partial_ptr": None, "partials": 0} if rule == "given" else {}
     types, constants = split(arguments | changed)
-    return of(tensorwise._cast_kernel, tmp_path, dtype, CAST_TILE, types, constants)
+    return of(tensorwise.cast_kernel, tmp_path, dtype, CAST_TILE, types, constants)
 
 
 def split(arguments: dict) -> tuple[dict, dict]:
@@ -51,7 +51,7 @@ def of(kernel, tmp_path, dtype, tile, signature, constants=None, names=("TILE_RO
 
 def vectors(tmp_path, dtype: str, kind) -> MachineCode:
     constants = CASTS | ({} if kind is SQUARES else {"LENGTH": kind.columns, "E8M0": kind is MX})
-    kernel = blocks._squares_kernel if kind is SQUARES else blocks._vectors_kernel
+    kernel = blocks.squares_kernel if kind is SQUARES else blocks.vectors_kernel
     signature = BOTH | LARGE | (E8M0 if kind is MX else SCALES)
     return of(kernel, tmp_path, dtype, blocks.BANDS[kind], signature, constants, ("BAND", "SIDE"))
 
@@ -66,11 +66,11 @@ MATRICES = {
     "mx": (blocks.BANDS[MX], lambda path, dtype: vectors(path, dtype, MX)),
     "rows and columns": (
         CAST_TILE,
-        lambda path, dtype: of(blocks._line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS),
+        lambda path, dtype: of(blocks.line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS),
     ),
     "rows": (
         blocks.SWEEP_TILE,
-        lambda path, dtype: of(blocks._sweep_kernel, path, dtype, blocks.SWEEP_TILE, SWEEP, CASTS),
+        lambda path, dtype: of(blocks.sweep_kernel, path, dtype, blocks.SWEEP_TILE, SWEEP, CASTS),
     ),
 }
 
@@ -105,9 +105,7 @@ def test_casts(name, dtype, tmp_path):
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax(tile, keep_nan, tmp_path):
     sizes = LARGE | {"tiles": "i32"}
-    code = of(
-        tensorwise._amax_kernel, tmp_path, "*bf16", tile, {"partial_ptr": "*i32", **sizes}, {"KEEP_NAN": keep_nan}
-    )
+    code = of(tensorwise.amax_kernel, tmp_path, "*bf16", tile, {"partial_ptr": "*i32", **sizes}, {"KEEP_NAN": keep_nan})
     assert_fast(code, tile, "*bf16")
     assert "atom" not in code.ptx
 
@@ -115,7 +113,7 @@ def test_amax(tile, keep_nan, tmp_path):
 def test_amax_of_rows_and_columns(tmp_path):
     """Maxima of columns by way of shared memory were eight and eleven accesses in one, and had thirty of them."""
     tile = blocks.LINE_TILE
-    code = of(blocks._line_amax_kernel, tmp_path, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
+    code = of(blocks.line_amax_kernel, tmp_path, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
     assert_fast(code, tile, "*bf16")
     assert len(re.findall(r"\b(?:ld|st|ldmatrix|stmatrix)\.[\w.]*shared", code.ptx)) <= 16
 
@@ -148,5 +146,5 @@ def test_a_matrix_of_one_number_compiles(tmp_path):
     constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
     del constants["stored_scale_inv_ptr"]
     signature, tile = BOTH | SCALES | {"stored_scale_inv_ptr": "*fp32"}, blocks.BANDS[VECTORS]
-    code = of(blocks._vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE"))
+    code = of(blocks.vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE"))
     assert "satfinite" in code.ptx

@@ -27,8 +27,8 @@ def in_plain_pytorch(function, monkeypatch):
 
 
 def same(found: ScaledTensor, expected: ScaledTensor) -> bool:
-    equal = torch.equal(found._data.view(torch.uint8), expected._data.view(torch.uint8))
-    return equal and torch.equal(found._scale_inv.nan_to_num(-1), expected._scale_inv.nan_to_num(-1))
+    equal = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    return equal and torch.equal(found.scale_inv.nan_to_num(-1), expected.scale_inv.nan_to_num(-1))
 
 
 @DTYPES
@@ -41,7 +41,7 @@ def test_a_cast_equals_plain_operations(dtype, spoiled, transposed, monkeypatch)
     values = values.t() if transposed else values
     expected = in_plain_pytorch(lambda: quantize(values, E4M3.dtype), monkeypatch)
     found = quantize(values, E4M3.dtype)
-    assert found._data.is_contiguous() and found.shape == values.shape
+    assert found.codes.is_contiguous() and found.shape == values.shape
     assert same(found, expected)
 
 
@@ -59,7 +59,7 @@ def test_accumulated_gradients_equal_plain_operations(dtype, factor, monkeypatch
         return total
 
     expected, found = in_plain_pytorch(accumulated, monkeypatch), accumulated()
-    assert found._data.dtype == E4M3.dtype and same(found, expected)
+    assert found.codes.dtype == E4M3.dtype and same(found, expected)
 
 
 @DTYPES

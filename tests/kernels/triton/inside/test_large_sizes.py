@@ -31,7 +31,7 @@ def test_an_amax(programs):
     tile = triton_matrix.AMAX_TILE
     x, partials = torch.randn(2 * tile.columns), torch.zeros(2, dtype=torch.int32)
     sizes = 1, ALMOST, ALMOST, -(-ALMOST // tile.columns)
-    triton_matrix._amax_kernel[(1,)](x, partials, *sizes, False, **triton_matrix.tiling(tile))
+    triton_matrix.amax_kernel[(1,)](x, partials, *sizes, False, **triton_matrix.tiling(tile))
     assert partials.view(torch.float32)[1] == x[tile.columns :].abs().max()
 
 
@@ -43,7 +43,7 @@ def test_a_sum_of_messages_writes_nothing_behind_its_end(programs):
     out = torch.zeros_like(received)
     arguments = received, own, out, 1000, columns, received.stride(0), 0, 1.0, 1.0
     options = {"RANKS": 1, "TOGETHER": 16, "ENCODED": True, "HAS_FP8_CASTS": False, "TILE": triton_messages.TILE}
-    triton_messages._sum_kernel[(1,)](*arguments, **options)
+    triton_messages.sum_kernel[(1,)](*arguments, **options)
     assert not out.any()
 
 
@@ -70,8 +70,8 @@ def test_places_in_messages(columns):
 def test_logits_of_any_strides_are_read_by_rows(monkeypatch):
     """A stride from word to word would be multiplied by the word's number: beyond 2**31 for logits of long texts."""
     seen = []
-    kernel = triton_backward._cross_entropy_kernel
-    monkeypatch.setattr(triton_backward, "_cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
+    kernel = triton_backward.cross_entropy_kernel
+    monkeypatch.setattr(triton_backward, "cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
     logits = torch.randn(9, 4).t()
     triton_backward.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), -100, 0.0)
     assert seen == [(9, 1)] and "word_stride" not in kernel.arg_names
