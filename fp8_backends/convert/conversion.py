@@ -1,7 +1,7 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
 The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
-model's own Linear or `Conv1D`, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
+model's own Linear, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
 children of the experts module.
 """
 
@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.experts import functions
-from ..compute.interface import Compute
+from ..compute.interface import Compute, TransposedLinear
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
@@ -323,11 +322,10 @@ def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filte
         return reason
     if weight.part:
         return compute.unfit_experts(weight.module, weight.part, recipe)
-    if not is_conv1d(weight.module):
-        return compute.unfit(weight.module, recipe)
-    if compute.takes_conv1d:
-        return compute.unfit(linear_like(weight.module), recipe)
-    return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
+    if isinstance(weight.linear, TransposedLinear) and not compute.takes_transposed:
+        kind = weight.product.kind
+        return f"{kind}, whose weight lies transposed: {compute.name} has no products for it (native has)"
+    return compute.unfit(weight.linear, recipe)
 
 
 def _norms(
@@ -364,8 +362,7 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
 
 # Swap layers
 
-_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
-"""Attributes of every Linear, and the sizes of a `Conv1D`."""
+_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
@@ -399,8 +396,7 @@ def _build(
     layers = []
     for weight in chosen:
         linear, product = weight.module, weight.product
-        build = compute.build_conv1d if is_conv1d(linear) else compute.build
-        carrier = (compute.build_head if weight is head else build)(linear, recipe, shared)
+        carrier = (compute.build_head if weight is head else compute.build)(weight.linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
                 f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
@@ -415,7 +411,7 @@ def _build(
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
         else:
-            layers.append((linear, carrier))
+            layers.append((linear, weight.adapted(carrier)))
     return layers
 
 

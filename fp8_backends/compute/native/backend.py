@@ -53,7 +53,7 @@ class NativeCompute(Compute):
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "the layer's own rule"
-    takes_conv1d = True
+    takes_transposed = True
     defers_head = True
 
     def availability(self) -> Availability:
@@ -72,13 +72,6 @@ class NativeCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         return _around(linear, carrier, recipe, shared)
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: SharedCodes) -> FP8Products:
-        from .linear import FP8Conv1D
-
-        with torch.device("meta"):
-            carrier = FP8Conv1D(conv.nf, conv.nx)
-        return _around(conv, carrier, recipe, shared)
 
     def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
         carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -283,7 +276,7 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
         check(carrier)
     carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
     if is_parallel(layer):
-        carrier.fp8_cut = Cut.of_weight(carrier)
+        carrier.fp8_cut = Cut.of_weight(layer)
     return carrier
 
 
