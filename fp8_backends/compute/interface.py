@@ -76,8 +76,6 @@ class Compute(ABC):
     takes_transposed: bool = False
     """True if `build` takes a `TransposedLinear`. Its carrier's class then derives from its products, and after them
     from a Linear."""
-    defers_head: bool = False
-    """True for a backend with `build_head`."""
 
     def __deepcopy__(self, memo: dict) -> Compute:
         return self  # a copied model has the registered backend
@@ -110,11 +108,6 @@ class Compute(ABC):
         """Return a carrier: a module that computes `linear` in FP8 and holds the same Parameter objects. Conversion
         moves its class and its added attributes onto `linear`, so that the module object, its Parameters, hooks, flags
         and every other reference to it survive. `shared`: the result of `new_shared`."""
-
-    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """Do as `build` for the output head under `fused_head`, if `defers_head`. The carrier is a
-        `deferred_logits.DefersLogits`: it multiplies in chunks of tokens, without whole logits."""
-        raise NotImplementedError
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         """Do as `unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""

@@ -2,7 +2,9 @@
 
 A feature enters its functions in `FEATURES` when `load` imports its file, each under the name of an event:
 
+    carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
+    before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward
     before_proof(models, optimizer, recipe)     register step hooks that run before the proof's
     after_proof(models, optimizer, recipe)      register step hooks that run after the proof's
     after_backward(accelerator, loss)           a backward pass under Accelerate is done
@@ -23,7 +25,9 @@ from ..errors import RecipeError
 from ..recipes.fields import SETTINGS
 from ..recipes.handlers import Recipe
 
-FEATURES: dict[str, dict[str, Callable[..., Any]]] = {"saved_activations": {}, "guard": {}, "monitor_every": {}}
+FEATURES: dict[str, dict[str, Callable[..., Any]]] = {
+    name: {} for name in ("fused_head", "saved_activations", "guard", "monitor_every")
+}
 """Recipe field of a feature -> its functions by event; empty without the feature's file."""
 
 

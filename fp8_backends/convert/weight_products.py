@@ -19,7 +19,7 @@ from ..compute.experts import functions
 from ..compute.experts.functions import ExpertWeight
 from ..tensors.block_codes import BlockCodes
 from ..tensors.sharded_tensor import full_shape
-from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, forward_obstacle, plain_name
+from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, plain_name
 from ..words import as_html, by_reason, counted, listed, share
 from . import conv1d, quantized_layers
 
@@ -251,7 +251,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight has no size yet: run one batch before preparing the model"
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
-    if type(layer) is not plain and HEAD_CONVERSION not in layer.__dict__:
+    if type(layer) is not plain and PLAIN_CONVERSION not in layer.__dict__:
         return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
     if replaced := forward_obstacle(layer):
         return replaced

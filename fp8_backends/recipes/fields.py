@@ -147,6 +147,9 @@ class CommonFields(KwargsHandler):
     saved_activations: str = setting("off", _off_or(*SAVED_ACTIVATIONS[1:]))
     """Format of activations saved for backward outside converted layers, as by norms and gates: fp8 saves E4M3 codes,
     33/32 bytes an element; fp8+attention includes attention."""
+    fused_head: bool = setting(False, flag)
+    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
+    precision unless include names it (native)."""
     monitor_every: int = setting(0, whole_number(0, 1_000_000), only_watches=True)
     """Optimizer steps between samples of FP8 tensor statistics; 0 takes none."""
     monitor_file: str | os.PathLike[str] = setting("fp8_monitor.jsonl", _path, only_watches=True)
@@ -166,15 +169,6 @@ class ScalingField(KwargsHandler):
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class HeadField(KwargsHandler):
-    """The output head fused with its loss."""
-
-    fused_head: bool = setting(False, flag, idle=False)
-    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
-    precision unless include names it (native)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -308,9 +302,7 @@ def _declared(*holders: type) -> dict[str, Field]:
 
 COMMON = _declared(CommonFields)
 OF_LEVELS = {name: field for name, field in _declared(LevelFields).items() if name != "opt_level"}
-FIELDS = _declared(
-    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, CommonFields
-)
+FIELDS = _declared(BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, CommonFields)
 """Every field of this package."""
 NAMING = ("backend", "scaling", "opt_level")
 """Fields that name the backend."""

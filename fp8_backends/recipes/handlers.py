@@ -30,7 +30,6 @@ from .fields import (
     CommonFields,
     ConfigFields,
     GatherField,
-    HeadField,
     LevelFields,
     RuleFields,
     ScalingField,
@@ -199,7 +198,7 @@ def _fields_by_string(backend: Any) -> dict[str, Field]:
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class TERecipeKwargs(Recipe, RuleFields, ScalingField, HeadField):
+class TERecipeKwargs(Recipe, RuleFields, ScalingField):
     """Train with TransformerEngine's products: `te:delayed`, or another scaling. Extends Accelerate's handler."""
 
     backend_name = "te"
@@ -207,7 +206,7 @@ class TERecipeKwargs(Recipe, RuleFields, ScalingField, HeadField):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField, HeadField):
+class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField):
     """Train with TorchAO's products: `ao:tensorwise`, or another scaling. Extends Accelerate's handler."""
 
     backend_name = "ao"
@@ -223,7 +222,7 @@ class MSAMPRecipeKwargs(Recipe, LevelFields):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadField):
+class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField):
     """Train with this package's products: `native:dynamic`, or another scaling."""
 
     backend_name = "native"
@@ -231,9 +230,7 @@ class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadFiel
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class FP8RecipeKwargs(
-    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, HeadField, BackendField
-):
+class FP8RecipeKwargs(Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, BackendField):
     """Train with any backend by its string, and its fields, also those of a registered backend."""
 
 

@@ -66,11 +66,11 @@ print("trained, and refused", *missing)
     [
         (["watch"], {"guard": "skip", "monitor_every": "2"}),
         (
-            ["convert/saved_activations.py", "tensors/saved_values.py", "watch/guard.py"],
-            {"saved_activations": "fp8", "guard": "skip"},
+            ["convert/saved_activations.py", "tensors/saved_values.py", "convert/fused_head", "watch/guard.py"],
+            {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},
         ),
     ],
-    ids=["guard and monitor", "saved activations and guard"],
+    ids=["guard and monitor", "saved activations, guard and head"],
 )
 def test_package_trains_without_features_and_refuses_their_fields(tmp_path, deleted, fields):
     package = tmp_path / "fp8_backends"

@@ -51,7 +51,7 @@ class TransformerEngineCompute(Compute):
     scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fused_head")
+    fields: tuple[Field | str, ...] = RULE_FIELDS
     casts_by = "the native equivalent of TransformerEngine's rule"
     takes_transposed = True
 

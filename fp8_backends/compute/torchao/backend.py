@@ -51,7 +51,7 @@ class TorchAOCompute(Compute):
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
-    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "fused_head")
+    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather")
     casts_by = "TorchAO's formulas for the same values"
     takes_transposed = True
 
