@@ -72,7 +72,7 @@ class Compute(ABC):
     fields: tuple[Field | str, ...] = ()
     """Recipe fields read besides the common ones: declarations, or names of this package's fields."""
     casts_by: str = ""
-    """The source of `cast_of` in words, for `monitor_every`; empty if the backend has no `cast_of`."""
+    """The source of `cast_of` in words; empty if the backend has no `cast_of`."""
     takes_transposed: bool = False
     """True if `build` takes a `TransposedLinear`. Its carrier's class then derives from its products, and after them
     from a Linear."""

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
-from ..recipes.fields import SETTINGS
+from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
-FEATURES: dict[str, dict[str, Callable[..., Any]]] = {
-    name: {} for name in ("fused_head", "saved_activations", "guard", "monitor_every")
-}
+FEATURES: dict[str, dict[str, Callable[..., Any]]] = {name: {} for name in OF_FEATURES}
 """Recipe field of a feature -> its functions by event; empty without the feature's file."""
 
 
@@ -46,5 +44,5 @@ def run(event: str, *arguments: Any) -> list[Any]:
 def check(recipe: Recipe) -> None:
     """Raise `RecipeError` for a field that is set and whose feature is missing."""
     for field, functions in FEATURES.items():
-        if not functions and (value := getattr(recipe, field)) != SETTINGS[field].default:
+        if not functions and (value := getattr(recipe, field)) != OF_FEATURES[field].default:
             raise RecipeError(f"{field}={value!r}: this copy of fp8_backends is without that feature; leave it out")

@@ -66,7 +66,7 @@ print("trained, and refused", *missing)
     [
         (["watch"], {"guard": "skip", "monitor_every": "2"}),
         (
-            ["convert/saved_activations.py", "tensors/saved_values.py", "convert/fused_head", "watch/guard.py"],
+            ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py"],
             {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},
         ),
     ],
@@ -82,16 +82,24 @@ def test_package_trains_without_features_and_refuses_their_fields(tmp_path, dele
 
     shutil.copytree(Path(fp8_backends.__file__).parent, package, ignore=left_out)
     (tmp_path / "training.py").write_text(TRAINING)
-    run = subprocess.run(
-        [sys.executable, "training.py", *(f"{name}={value}" for name, value in fields.items())],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == " ".join(["trained, and refused", *fields])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    training = run("training.py", *(f"{name}={value}" for name, value in fields.items()))
+    assert training.returncode == 0, training.stderr
+    assert training.stdout.splitlines()[-1] == " ".join(["trained, and refused", *fields])
+    if "watch" in deleted:
+        monitor = run("-m", "fp8_backends", "monitor")
+        line = "fp8-backends monitor: this copy of fp8_backends is without fp8_backends.watch"
+        assert (monitor.returncode, monitor.stdout, monitor.stderr.strip()) == (2, "", line)
 
 
 def test_each_event_of_a_feature_is_run_and_explained():
