@@ -108,3 +108,13 @@ def test_each_event_of_a_feature_is_run_and_explained():
     events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}
     assert events == {event for functions in FEATURES.values() for event in functions}
     assert events == set(re.findall(r"^    (\w+)\(", features.__doc__, re.M))
+
+
+@pytest.mark.parametrize("name", [*FEATURES, "Conv1D"])
+def test_few_files_name_a_feature(name):
+    """Rules aside, which name the field of each problem."""
+    root = Path(fp8_backends.__file__).parent
+    word = re.compile(rf"\b({name}|{name.removesuffix('_every')})\b")
+    naming = {path.relative_to(root) for path in root.rglob("*.py") if word.search(path.read_text(encoding="utf-8"))}
+    naming = {path.as_posix() for path in naming if path.parts[0] not in ("docs", "examples", "rules")}
+    assert len(naming) <= 6, naming
