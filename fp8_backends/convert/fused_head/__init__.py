@@ -14,9 +14,6 @@ from ...torch_tools.modules import CONVERSION, PLAIN_CONVERSION, plain_name
 from ..features import FEATURES
 from ..weight_products import Found, layer_obstacle
 
-HEADS: dict[type[nn.Module], type[nn.Module]] = {}
-"""FP8 layer of a backend -> its subclass that also is a `DefersLogits`."""
-
 
 def defer_logits(
     root: nn.Module, weights: list[Found], recipe: Recipe, compute: Compute, carriers: dict[nn.Module, nn.Module]
@@ -25,7 +22,7 @@ def defer_logits(
     if not recipe.fused_head:
         return []
     from . import native_head  # noqa: F401, loads torch.compile
-    from .deferred_logits import HighPrecisionHead
+    from .deferred_logits import HEADS, HighPrecisionHead
 
     head = output_head(root)
     weight, carrier = next((weight for weight in weights if weight.module is head), None), carriers.get(head)

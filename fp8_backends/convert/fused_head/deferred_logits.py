@@ -95,6 +95,10 @@ class DefersLogits(nn.Module):
         """Count these products of all chunks: FPROP, DGRAD, WGRAD, or RECOMPUTED. High precision counts none."""
 
 
+HEADS: dict[type[nn.Module], type[DefersLogits]] = {}
+"""FP8 layer of a backend -> its subclass that defers logits."""
+
+
 class HighPrecisionHead(DefersLogits, nn.Linear):
     """An output head in high precision with deferred logits."""
 

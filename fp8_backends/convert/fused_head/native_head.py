@@ -11,8 +11,7 @@ from ...compute.products import plain_product
 from ...formats.formats import Format
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from ...kernels.layouts import Layouts
-from . import HEADS
-from .deferred_logits import DefersLogits, HeadProducts
+from .deferred_logits import HEADS, DefersLogits, HeadProducts
 
 
 class FP8Head(DefersLogits, FP8Linear):
