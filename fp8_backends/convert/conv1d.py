@@ -5,8 +5,8 @@ Nothing is imported from transformers here before a model with such a layer is c
 
 from __future__ import annotations
 
-import copyreg
 import functools
+import importlib
 import sys
 from typing import Any
 
@@ -38,10 +38,6 @@ def adapted(carrier: nn.Linear) -> nn.Module:
     return carrier
 
 
-class FP8Form(type):
-    """The class of the classes by `fp8_form`, pickled by their Linear."""
-
-
 class _Shown:
     """Mixed into the FP8 forms of a `Conv1D`: the attributes of a Linear of its sizes."""
 
@@ -68,7 +64,13 @@ def fp8_form(linear: type[nn.Linear]) -> type[nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     name = linear.__name__.replace("Linear", "Conv1D")
-    return FP8Form(name, (_Shown, linear.__bases__[0], Conv1D), {"__module__": __name__, "linear": linear})
+    in_pickles = {"__module__": __name__, "__qualname__": f"{linear.__module__}.{linear.__name__}".replace(".", "/")}
+    return type(name, (_Shown, linear.__bases__[0], Conv1D), in_pickles)
 
 
-copyreg.pickle(FP8Form, lambda form: (fp8_form, (form.__dict__["linear"],)))
+def __getattr__(name: str) -> Any:
+    """Return the form of a pickle: its name there is the path of the Linear."""
+    module, _, linear = name.rpartition("/")
+    if not module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return fp8_form(getattr(importlib.import_module(module.replace("/", ".")), linear))
