@@ -322,7 +322,7 @@ class FP8Mixin(_RunTimeClass):
                 )
 
     def join_uneven_inputs(self, *args, **kwargs):
-        """Join as Accelerate does. Raises `FP8BackendError` with a guard, whose ranks would wait for each other."""
+        """Join as Accelerate does. Raises `FP8BackendError` with a feature that lets ranks wait for each other."""
         features.run("join_uneven_inputs", self)
         return super().join_uneven_inputs(*args, **kwargs)
 

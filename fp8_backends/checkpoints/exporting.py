@@ -17,7 +17,6 @@ from torch import nn
 
 from ..announcement import announce, is_main_process
 from ..compute import registry
-from ..compute.conv1d import is_conv1d
 from ..compute.fields import check_known
 from ..convert import quantized_layers
 from ..convert.conversion import prepared_roots, unwrapped
@@ -158,8 +157,8 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
             reasons[name] = reported.get(name) or weight.product.reason
         elif weight.part:
             reasons[name] = "the weights of experts lie in one Parameter"
-        elif is_conv1d(weight.module):
-            reasons[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
+        elif weight.linear is not weight.module:
+            reasons[name] = f"transformers reads FP8 codes of Linear layers alone, not of {weight.product.kind}"
         elif others := [other for other in owners[id(weight.module.weight)] if other != f"{name}.weight"]:
             reasons[name] = f"its weight is that of {', '.join(others)} too"
         else:

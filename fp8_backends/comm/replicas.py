@@ -1,4 +1,4 @@
-"""Answer the guard's questions to all ranks: count shared backward passes, sum findings, and compare replicas.
+"""Ask all ranks: count shared backward passes, sum findings, and compare replicas.
 
 The collectives run at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, idle at that time.
 """

@@ -81,6 +81,8 @@ class Field:
     """NeMo's and Megatron's names of the field, with functions from their values to ours."""
     is_object: bool = False
     """True for a Python object, without a form as text."""
+    is_feature: bool = False
+    """True if the field turns on a feature of one's own, which `convert.features` runs."""
     only_watches: bool = False
     """True if the field changes only the watching of a training, and no number: recipes that differ only in such fields
     go together, in one model and in a checkpoint."""

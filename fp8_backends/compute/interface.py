@@ -39,6 +39,12 @@ class Recipe(Protocol):
         """Return the value of a field."""
 
 
+class TransposedLinear(nn.Linear):
+    """A Linear on the Parameters of another layer, with the weight as [in, out]. Its products have the same flag."""
+
+    transposed_weight = True
+
+
 class Norm(NamedTuple):
     """A normalisation layer, and what a backend has in its place."""
 
@@ -66,11 +72,10 @@ class Compute(ABC):
     fields: tuple[Field | str, ...] = ()
     """Recipe fields read besides the common ones: declarations, or names of this package's fields."""
     casts_by: str = ""
-    """The source of `cast_of` in words, for `monitor_every`; empty if the backend has no `cast_of`."""
-    takes_conv1d: bool = False
-    """True for a backend with `build_conv1d`."""
-    defers_head: bool = False
-    """True for a backend with `build_head`."""
+    """The source of `cast_of` in words; empty if the backend has no `cast_of`."""
+    takes_transposed: bool = False
+    """True if `build` takes a `TransposedLinear`. Its carrier's class then derives from its products, and after them
+    from a Linear."""
 
     def __deepcopy__(self, memo: dict) -> Compute:
         return self  # a copied model has the registered backend
@@ -103,19 +108,6 @@ class Compute(ABC):
         """Return a carrier: a module that computes `linear` in FP8 and holds the same Parameter objects. Conversion
         moves its class and its added attributes onto `linear`, so that the module object, its Parameters, hooks, flags
         and every other reference to it survive. `shared`: the result of `new_shared`."""
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
-        """Do as `build` for transformers' `Conv1D` with its weight [in, out], if `takes_conv1d`.
-
-        The carrier's class is a `Conv1D` and no `nn.Linear`, since PEFT and others tell the layout by it, and has
-        `in_features` and `out_features`. `unfit` was called before, with a Linear of the same sizes and dtype.
-        """
-        raise NotImplementedError
-
-    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """Do as `build` for the output head under `fused_head`, if `defers_head`. The carrier is a
-        `deferred_logits.DefersLogits`: it multiplies in chunks of tokens, without whole logits."""
-        raise NotImplementedError
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         """Do as `unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""

@@ -1,7 +1,7 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
 The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
-model's own Linear or `Conv1D`, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
+model's own Linear, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
 children of the experts module.
 """
 
@@ -16,13 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.experts import functions
-from ..compute.interface import Compute
+from ..compute.interface import Compute, TransposedLinear
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe, differences
-from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, follows_class, plain_name
-from . import fused_head
+from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, check_is_module, follows_class, plain_name
+from . import features
 from .first_step import Observed
 from .weight_products import (
     FP8,
@@ -39,8 +38,7 @@ from .weight_products import (
 ALIGNMENT = 16
 """FP8 products need sizes in multiples of this; backends pad other sizes."""
 
-NORM_CONVERSION = "_fp8_norm_conversion"
-MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
+MARKS = (CONVERSION, PLAIN_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 
@@ -85,8 +83,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
-    layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
+    layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared)
     parts: dict[nn.Module, list[str]] = defaultdict(list)
     for weight in chosen:
         if weight.part:
@@ -98,12 +95,9 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if recipe.on_unproven == "raise":
             raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
         warnings.warn(message, stacklevel=3)
-    swaps = [(*layer, CONVERSION) for layer in layers] + [(*norm, NORM_CONVERSION) for norm in new_norms]
-    if head is not None and head.product.state != FP8:
-        from ..compute.head.deferred_logits import HighPrecisionHead  # loads torch.compile
-
-        sizes = head.module.in_features, head.module.out_features
-        swaps.append((head.module, HighPrecisionHead(*sizes, bias=False, device="meta"), HEAD_CONVERSION))
+    for more in features.run("carriers", root, weights, recipe, compute, dict(layers)):
+        new_norms += more
+    swaps = [(*layer, CONVERSION) for layer in layers] + [(*layer, PLAIN_CONVERSION) for layer in new_norms]
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
     _swap_all(root, swaps, experts, recipe, new)
     prepared = prepared or new
@@ -323,11 +317,10 @@ def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filte
         return reason
     if weight.part:
         return compute.unfit_experts(weight.module, weight.part, recipe)
-    if not is_conv1d(weight.module):
-        return compute.unfit(weight.module, recipe)
-    if compute.takes_conv1d:
-        return compute.unfit(linear_like(weight.module), recipe)
-    return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
+    if isinstance(weight.linear, TransposedLinear) and not compute.takes_transposed:
+        kind = weight.product.kind
+        return f"{kind}, whose weight lies transposed: {compute.name} has no products for it (native has)"
+    return compute.unfit(weight.linear, recipe)
 
 
 def _norms(
@@ -337,7 +330,7 @@ def _norms(
     answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if id(module) in answers or NORM_CONVERSION in module.__dict__:
+        if id(module) in answers or PLAIN_CONVERSION in module.__dict__ and not isinstance(module, nn.Linear):
             modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
     report, new = [], []
     for key, (module, names) in modules.items():
@@ -364,8 +357,7 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
 
 # Swap layers
 
-_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
-"""Attributes of every Linear, and the sizes of a `Conv1D`."""
+_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
@@ -392,15 +384,12 @@ def restore_layer(linear: nn.Module) -> None:
         linear.__dict__.pop(name, None)
 
 
-def _build(
-    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
-) -> list[tuple[nn.Module, nn.Module]]:
+def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
     """Return layers with their carriers. A name conflict drops a layer, with the reason noted."""
     layers = []
     for weight in chosen:
         linear, product = weight.module, weight.product
-        build = compute.build_conv1d if is_conv1d(linear) else compute.build
-        carrier = (compute.build_head if weight is head else build)(linear, recipe, shared)
+        carrier = compute.build(weight.linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
                 f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
@@ -415,7 +404,7 @@ def _build(
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
         else:
-            layers.append((linear, carrier))
+            layers.append((linear, weight.adapted(carrier)))
     return layers
 
 

@@ -2,7 +2,9 @@
 
 A feature enters its functions in `FEATURES` when `load` imports its file, each under the name of an event:
 
+    carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
+    before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward
     before_proof(models, optimizer, recipe)     register step hooks that run before the proof's
     after_proof(models, optimizer, recipe)      register step hooks that run after the proof's
     after_backward(accelerator, loss)           a backward pass under Accelerate is done
@@ -20,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
-from ..recipes.fields import SETTINGS
+from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
-FEATURES: dict[str, dict[str, Callable[..., Any]]] = {"saved_activations": {}, "guard": {}, "monitor_every": {}}
+FEATURES: dict[str, dict[str, Callable[..., Any]]] = {name: {} for name in OF_FEATURES}
 """Recipe field of a feature -> its functions by event; empty without the feature's file."""
 
 
@@ -42,5 +44,5 @@ def run(event: str, *arguments: Any) -> list[Any]:
 def check(recipe: Recipe) -> None:
     """Raise `RecipeError` for a field that is set and whose feature is missing."""
     for field, functions in FEATURES.items():
-        if not functions and (value := getattr(recipe, field)) != SETTINGS[field].default:
+        if not functions and (value := getattr(recipe, field)) != OF_FEATURES[field].default:
             raise RecipeError(f"{field}={value!r}: this copy of fp8_backends is without that feature; leave it out")

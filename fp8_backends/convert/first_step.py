@@ -127,7 +127,7 @@ class WorkMeter(TemporaryHook):
             reads_hidden_states = isinstance(module, nn.RNNBase) and not weight.part.startswith("weight_ih_l0")
             work.input_gradient |= needs_gradient or reads_hidden_states
             for tensor in differentiable:
-                # deferred logits have their own hook: a loss may need no gradient of them
+                # a tensor may have its own hook, if a loss may need no gradient of it
                 getattr(tensor, "when_backward", tensor.register_hook)(work.note_backward)
             if not recomputes:
                 rows = _rows(weight, inputs, outputs[0])

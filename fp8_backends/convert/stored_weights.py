@@ -20,10 +20,9 @@ from .conversion import Prepared, prepared_roots
 
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
-    """Store the weights of converted layers in the form of the backend and the level, and hide them from DDP."""
-    layers = prepared.compute.converted_layers(root)
-    prepared.compute.store_weights(root, prepared.recipe)
+    """Store the weights of converted layers in the form of the level, and hide them from DDP."""
     if prepared.recipe.level != "O0":
+        layers = prepared.compute.converted_layers(root)
         levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
         levels.export_ties(root)
         for layer in layers.values():
@@ -97,6 +96,7 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
         if errors:
             raise FP8BackendError("; ".join(errors))
         for _, root, prepared in prepared_roots(model):
+            prepared.compute.store_weights(root, prepared.recipe)
             store_weights(root, prepared)
 
 

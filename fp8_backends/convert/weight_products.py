@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.experts import functions
 from ..compute.experts.functions import ExpertWeight
 from ..tensors.block_codes import BlockCodes
 from ..tensors.sharded_tensor import full_shape
-from ..torch_tools.modules import CONVERSION, HEAD_CONVERSION, Conversion, forward_obstacle, plain_name
+from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, plain_name
 from ..words import as_html, by_reason, counted, listed, share
-from . import quantized_layers
+from . import conv1d, quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
 """Precision of a weight product. The last is FP8 of another library, such as transformers' `FP8Linear`."""
@@ -31,6 +30,8 @@ CONVOLUTION = "convolution"
 """Kind of a convolution. Only a forward shows the number of products with its weight for each token."""
 BILINEAR = "Bilinear"
 NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
+COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
+"""Titles in reports for kinds of weights with FP8 products."""
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
 """Last segments in the name of a Linear that is an output head."""
@@ -161,6 +162,15 @@ class Found:
     default_exclusion: str | None = None
 
     @property
+    def linear(self) -> nn.Linear:
+        """The module, or a Linear that shows it to backends."""
+        return conv1d.as_linear(self.module) if conv1d.is_conv1d(self.module) else self.module
+
+    def adapted(self, carrier: nn.Module) -> nn.Module:
+        """Return a carrier for `linear` as one for the module."""
+        return conv1d.adapted(carrier) if conv1d.is_conv1d(self.module) else carrier
+
+    @property
     def conversion(self) -> Conversion | None:
         layer = functions.converted_weight(self.module, self.part) if self.part else self.module
         return None if layer is None else layer.__dict__.get(CONVERSION)
@@ -203,8 +213,8 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
     """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this module itself."""
     if isinstance(module, ExpertWeight):
         return  # its experts module has the Parameter
-    if is_conv1d(module):
-        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d_class())
+    if conv1d.is_conv1d(module):
+        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d.conv1d_class())
     elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
@@ -241,7 +251,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight has no size yet: run one batch before preparing the model"
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
-    if type(layer) is not plain and HEAD_CONVERSION not in layer.__dict__:
+    if type(layer) is not plain and PLAIN_CONVERSION not in layer.__dict__:
         return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
     if replaced := forward_obstacle(layer):
         return replaced

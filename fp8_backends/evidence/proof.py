@@ -21,7 +21,7 @@ from .. import words
 from ..announcement import announce, logger
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..convert import conversion
-from ..convert.weight_products import CONVOLUTION
+from ..convert.weight_products import CONVOLUTION, COUNTED
 from ..errors import FP8BackendError
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 
-_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
-"""Titles in the proof for kinds of weights with FP8 products."""
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 """Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their name."""
 
@@ -298,7 +296,7 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
 def _counted(ran: list[str], kinds: Counter[str]) -> str:
     """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and of all."""
     parts, beside = [], dict(kinds)
-    for title, counted in _COUNTED.items():
+    for title, counted in COUNTED.items():
         if number := sum(beside.pop(kind, 0) for kind in counted):
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
     others = [

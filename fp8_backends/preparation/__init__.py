@@ -91,6 +91,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
     root = conversion.unwrapped(model)
+    compute.store_weights(root, recipe)
     stored_weights.store_weights(root, prepared)
     features.run("prepare_model", root, prepared)
     ranks.connect_ranks(model, recipe)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..comm import ddp, fsdp2
-from ..convert import fused_head
+from ..convert import features
 from ..convert.conversion import Prepared, prepared_roots
 from ..recipes.handlers import Recipe
 from ..states import levels
@@ -30,7 +30,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     if fsdp2.fsdp_modules(model):
         for _, root, prepared in roots:
             prepared.compute.keep_weight_casts(root, False)
-            fused_head.make_ordinary(root)
+            features.run("before_gathers", root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
         travelling: dict[fsdp2.Place, fsdp2.Travelling] = {}

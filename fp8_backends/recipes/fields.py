@@ -111,9 +111,6 @@ def _off_or(*words: str) -> Callable[[Any], str]:
     return parse
 
 
-SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
-
-
 def mxfp8_scaling(value: Any) -> str | None:
     """Read `use_mxfp8_block_scaling` as a scaling rule, or None for False."""
     return "mxfp8" if flag(value) else None
@@ -145,14 +142,17 @@ class CommonFields(KwargsHandler):
     native)."""
     on_unproven: str = setting("raise", one_of("raise", "warn"))
     """What to do when no FP8 product ran in the first step."""
-    saved_activations: str = setting("off", _off_or(*SAVED_ACTIVATIONS[1:]))
+    saved_activations: str = setting("off", _off_or("fp8", "fp8+attention"), is_feature=True)
     """Format of activations saved for backward outside converted layers, as by norms and gates: fp8 saves E4M3 codes,
     33/32 bytes an element; fp8+attention includes attention."""
-    monitor_every: int = setting(0, whole_number(0, 1_000_000), only_watches=True)
+    fused_head: bool = setting(False, flag, is_feature=True)
+    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
+    precision unless include names it (native)."""
+    monitor_every: int = setting(0, whole_number(0, 1_000_000), is_feature=True, only_watches=True)
     """Optimizer steps between samples of FP8 tensor statistics; 0 takes none."""
     monitor_file: str | os.PathLike[str] = setting("fp8_monitor.jsonl", _path, only_watches=True)
     """File for the statistics, one line a sample."""
-    guard: str = setting("off", _off_or("warn", "skip", "stop"), only_watches=True)
+    guard: str = setting("off", _off_or("warn", "skip", "stop"), is_feature=True, only_watches=True)
     """Action when a step goes wrong: warn logs, skip leaves the step out, stop raises an error."""
 
 
@@ -167,15 +167,6 @@ class ScalingField(KwargsHandler):
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class HeadField(KwargsHandler):
-    """The output head fused with its loss."""
-
-    fused_head: bool = setting(False, flag, idle=False)
-    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
-    precision unless include names it (native)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -319,13 +310,14 @@ def _declared(*holders: type) -> dict[str, Field]:
 COMMON = _declared(CommonFields)
 OF_LEVELS = {name: field for name, field in _declared(LevelFields).items() if name != "opt_level"}
 FIELDS = _declared(
-    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, SumsField, CommonFields
+    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, SumsField, CommonFields
 )
 """Every field of this package."""
 NAMING = ("backend", "scaling", "opt_level")
 """Fields that name the backend."""
 SETTINGS = {name: field for name, field in FIELDS.items() if name not in NAMING}
 """Every other field."""
+OF_FEATURES = {name: field for name, field in SETTINGS.items() if field.is_feature}
 
 REMOVED = {
     "also_include": "put + before the patterns of include: include=['+lm_head']",

@@ -30,7 +30,6 @@ from .fields import (
     CommonFields,
     ConfigFields,
     GatherField,
-    HeadField,
     LevelFields,
     RuleFields,
     ScalingField,
@@ -200,7 +199,7 @@ def _fields_by_string(backend: Any) -> dict[str, Field]:
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class TERecipeKwargs(Recipe, RuleFields, ScalingField, HeadField):
+class TERecipeKwargs(Recipe, RuleFields, ScalingField):
     """Train with TransformerEngine's products: `te:delayed`, or another scaling. Extends Accelerate's handler."""
 
     backend_name = "te"
@@ -208,7 +207,7 @@ class TERecipeKwargs(Recipe, RuleFields, ScalingField, HeadField):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField, HeadField):
+class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField):
     """Train with TorchAO's products: `ao:tensorwise`, or another scaling. Extends Accelerate's handler."""
 
     backend_name = "ao"
@@ -224,7 +223,7 @@ class MSAMPRecipeKwargs(Recipe, LevelFields):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadField, SumsField):
+class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, SumsField):
     """Train with this package's products: `native:dynamic`, or another scaling."""
 
     backend_name = "native"
@@ -233,7 +232,7 @@ class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadFiel
 @_explains_names
 @dataclass(eq=False, repr=False)
 class FP8RecipeKwargs(
-    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, HeadField, SumsField, BackendField
+    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, SumsField, BackendField
 ):
     """Train with any backend by its string, and its fields, also those of a registered backend."""
 

@@ -22,7 +22,8 @@ from ..kernels.adam_table import LEAST_ROOT, exact_update, measured
 from ..tensors.scaled_tensor import ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import local_part
 from . import sharding
-from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
+from .scaled_states import Declaration, LocalView, ScaledStates
+from .sharding import slot_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,7 +60,7 @@ class ScaledMoments(ScaledStates):
     """By the `id` of a parameter."""
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
-        group, states = views[0].group, [self.state_of(view.group, view.parameter) for view in views]
+        group, states = views[0].group, [view.state for view in views]
         adam(
             [view.weight for view in views],
             [view.gradient for view in views],
@@ -78,31 +79,28 @@ class ScaledMoments(ScaledStates):
         )
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
-        states = [self.state_of(view.group, view.parameter) for view in views]
-        torch._foreach_add_([state["step"] for state in states], 1.0)
-        hypers = _hypers(views, states)
-        jobs = [self._job(view, state, hyper) for view, state, hyper in zip(views, states, hypers, strict=True)]
+        torch._foreach_add_([view.state["step"] for view in views], 1.0)
+        jobs = [self._job(view, hyper) for view, hyper in zip(views, _hypers(views), strict=True)]
         steps = AdamSteps(jobs)
         if any(view.is_shard for view in views):
             sharding.run_agreed(steps, [view.parameter for view in views])
         else:
             steps.run()
-        for job, view, state in zip(jobs, views, states, strict=True):
+        for job, view in zip(jobs, views, strict=True):
             if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
-                seen = [(weakref.ref(part), part._version) for part in _recorded_parts(view, state)]
+                seen = [(weakref.ref(part), part._version) for part in _recorded_parts(view)]
                 self.__dict__.setdefault("fp8_records", {})[id(view.parameter)] = _Record(job.record, seen)
         _remember_amaxes(jobs, views)
 
-    def _job(self, view: LocalView, state: dict[str, Any], hyper: torch.Tensor) -> Job:
+    def _job(self, view: LocalView, hyper: torch.Tensor) -> Job:
         """Return the step of one parameter: in one pass with a record, unless nothing has a scale, or eps is too small
         to bound an update, or no kernel keeps records."""
         job = Job(
             slot_of(_contiguous(view.weight)),
             slot_of(_contiguous(view.gradient)),
-            slot_of(state["exp_avg"]),
-            slot_of(state["exp_avg_sq"]),
+            *(slot_of(view.state[name]) for name in MOMENTS),
             hyper,
             decoupled=view.group["decoupled_weight_decay"],
             maximize=view.group["maximize"],
@@ -116,7 +114,7 @@ class ScaledMoments(ScaledStates):
         if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
             return job
         record = self.__dict__.get("fp8_records", {}).pop(id(view.parameter), None)
-        parts = _recorded_parts(view, state)
+        parts = _recorded_parts(view)
         if record is not None and len(record.seen) == len(parts):
             pairs = zip(record.seen, parts, strict=True)
             if all(seen() is part and version == part._version for (seen, version), part in pairs):
@@ -181,10 +179,10 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
     fp8_declared = ADAMW._replace(stock=torch.optim.Adam)
 
 
-def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
+def _recorded_parts(view: LocalView) -> list[torch.Tensor]:
     """Return the tensors of a record. A plain weight has no scale, so its numbers are not read."""
     weight = stored_parts(view.weight, exact=True) if isinstance(view.weight, ScaledTensor) else ()
-    return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
+    return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(view.state[name])))]
 
 
 def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
@@ -212,14 +210,14 @@ def _float(value: torch.Tensor) -> torch.Tensor:
     return value.dequantize(torch.float32) if isinstance(value, ScaledTensor) else value.float()
 
 
-def _hypers(views: Sequence[LocalView], states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+def _hypers(views: Sequence[LocalView]) -> list[torch.Tensor]:
     """Return the hyperparameters of each step, computed together for equal options: few launches."""
     alike: dict[Any, list[int]] = {}
-    for i, (view, state) in enumerate(zip(views, states, strict=True)):
-        alike.setdefault((id(view.group), view.weight.device, state["step"].device), []).append(i)
+    for i, view in enumerate(views):
+        alike.setdefault((id(view.group), view.weight.device, view.state["step"].device), []).append(i)
     hypers = [None] * len(views)
     for (_, device, _), members in alike.items():
-        group, steps = views[members[0]].group, [states[i]["step"] for i in members]
+        group, steps = views[members[0]].group, [views[i].state["step"] for i in members]
         rows = adam_hypers(group["lr"], group["betas"], group["eps"], group["weight_decay"], steps, device)
         for i, hyper in zip(members, rows.unbind(), strict=True):
             hypers[i] = hyper

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ..errors import BackendUnavailableError, RecipeError
+from ..recipes.fields import OF_FEATURES
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func"),
-    *("gradient_comm", "guard", "saved_activations"),
+    *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func", "gradient_comm"),
+    *OF_FEATURES,
 )
 """Fields without an equivalent in the original."""
 

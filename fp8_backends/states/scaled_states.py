@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ..errors import FP8BackendError
 from ..formats.formats import FORMAT_OF, Range
-from ..kernels.adam import Slot
 from ..tensors.scaled_tensor import ScaledTensor, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
@@ -76,12 +75,11 @@ class LocalView(NamedTuple):
     gradient: torch.Tensor
     first: int
     """Index of the first element in the whole parameter."""
+    is_shard: bool
+    state: dict[str, Any] | None = None
+    """Its state in the optimizer, filled; None until the step."""
     finite: torch.Tensor | None = None
     """For a shard, whether its gradient is finite on all ranks; bool, 0-dim."""
-
-    @property
-    def is_shard(self) -> bool:
-        return is_distributed(self.parameter)
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
@@ -99,8 +97,8 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
             weight.exact()  # in a copied model, without its owners: raise
         if weight.master is not None:
             weight, copy = weight.master, weight
-    first = sharding.first_element(p) if is_distributed(p) else 0
-    return LocalView(p, group, index, weight, copy, gradient, first)
+    is_shard = is_distributed(p)
+    return LocalView(p, group, index, weight, copy, gradient, sharding.first_element(p) if is_shard else 0, is_shard)
 
 
 class ScaledStates:
@@ -145,10 +143,13 @@ class ScaledStates:
         _zero_what_is_not_finite(plain)
         for group in self.param_groups:
             if of_group := [view for view in plain if view.group is group]:
-                self._step_plain(of_group)
+                self._step_plain(self._with_states(of_group))
         if scaled:
             finish_accumulation(view.parameter for view in scaled)
-            self._step_scaled(scaled)
+            self._step_scaled(self._with_states(scaled))
+
+    def _with_states(self, views: Sequence[LocalView]) -> list[LocalView]:
+        return [view._replace(state=self.state_of(view.group, view.parameter)) for view in views]
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         """Step plain parameters of one group with plain states, with PyTorch's implementations. Their gradients are
@@ -173,7 +174,7 @@ class ScaledStates:
             if p.grad is not None and self.owns(p):
                 views.append(view_of(p, group, index))
         if any(view.is_shard for view in views):
-            gradients = [slot_of(view.gradient) for view in views]
+            gradients = [sharding.slot_of(view.gradient) for view in views]
             finite = sharding.finite_everywhere(gradients, [view.parameter for view in views])
             views = [view._replace(finite=flag) for view, flag in zip(views, finite, strict=True)]
         return views
@@ -303,15 +304,6 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
 
 def _is_scaled(p: torch.Tensor) -> bool:
     return isinstance(local_part(p), ScaledTensor)
-
-
-def slot_of(tensor: torch.Tensor) -> Slot:
-    """Return this rank's part of a tensor for a step."""
-    tensor = local_part(tensor)
-    if isinstance(tensor, ScaledTensor):
-        tensor.settle()
-        return Slot(tensor.codes, tensor.scale_inv, tensor.block_size, tensor.residual)
-    return Slot(tensor.detach())
 
 
 def _zero_what_is_not_finite(views: Sequence[LocalView]) -> None:

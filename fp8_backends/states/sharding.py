@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from ..kernels.adam import Slot, is_finite
+from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
+
+
+def slot_of(tensor: torch.Tensor) -> Slot:
+    """Return this rank's part of a tensor for a step."""
+    tensor = local_part(tensor)
+    if isinstance(tensor, ScaledTensor):
+        tensor.settle()
+        return Slot(tensor.codes, tensor.scale_inv, tensor.block_size, tensor.residual)
+    return Slot(tensor.detach())
 
 
 def first_element(p: torch.Tensor) -> int:

@@ -26,7 +26,8 @@ from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
 from .checkpoint import MASTER
-from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
+from .scaled_states import Declaration, LocalView, ScaledStates
+from .sharding import slot_of
 
 PART = 2**22
 """Elements copied to FP32 at a time; a multiple of every block size."""
@@ -58,7 +59,7 @@ class StockSteps(ScaledStates):
         return torch.zeros((), dtype=torch.float32)
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
-        states = [self.state_of(view.group, view.parameter) for view in views]
+        states = [view.state for view in views]
         weights = [view.weight.detach() for view in views]
         before = [{name: local_part(value) for name, value in _stock_state(state).items()} for state in states]
         after = self.twin_step(views[0].group, weights, [view.gradient for view in views], before)
@@ -274,7 +275,7 @@ class _Step:
     """One step of this rank's part of one parameter."""
 
     def __init__(self, optimizer: StockSteps, view: LocalView) -> None:
-        self.view, self.state = view, optimizer.state_of(view.group, view.parameter)
+        self.view, self.state = view, view.state
         self.roles = {WEIGHT: WEIGHT, **optimizer.roles_of(view.group)}
         weight = view.weight if isinstance(view.weight, ScaledTensor) else view.weight.contiguous()
         self.slots = {name: slot_of(weight if name == WEIGHT else self.state[name]) for name in self.roles}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -10,10 +11,26 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from ..recipes.fields import OF_FEATURES
 
 WIDTH = 100
 """Default width, such as in a file, and maximum width of paragraphs."""
+
+FEATURES = {name: field for name, field in OF_FEATURES.items() if not field.only_watches}
+"""Features that change what a training computes or stores: commands that measure it have a flag for each."""
+
+
+def add_feature_flags(parser: argparse.ArgumentParser) -> None:
+    for name, field in FEATURES.items():
+        of_field = f"field of the FP8 backends: {field.values_and_default}"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=of_field)
+
+
+def features_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe fields given by `add_feature_flags`. Raises `RecipeError`."""
+    return {name: field.parsed(given) for name, field in FEATURES.items() if (given := getattr(args, name)) is not None}
 
 
 class Verdict(NamedTuple):

@@ -23,8 +23,8 @@ from ..errors import FP8BackendError
 CONVERSION = "_fp8_conversion"
 """Attribute of a converted layer: its `Conversion`."""
 
-HEAD_CONVERSION = "_fp8_head_conversion"
-"""The `Conversion` of an output head in high precision with deferred logits."""
+PLAIN_CONVERSION = "_fp8_plain_conversion"
+"""The `Conversion` of a layer in high precision with another class, such as a norm."""
 
 CONTAINER = "fp8_weights"
 """Name of the child of an experts module that runs its weights in FP8 (`compute.expert_functions`)."""

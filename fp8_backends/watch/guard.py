@@ -449,7 +449,7 @@ class Guard:
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide the gradients from the step: PyTorch's optimizers then keep weights, states and counters."""
         self.skipped += 1
-        optimizer.fp8_skipped = self.skipped  # for the monitor, which numbers its samples by steps
+        optimizer.fp8_skipped = self.skipped  # for samples, which are numbered by steps
         self._restore_statistics()
         self._held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for p, _ in self._held:

@@ -242,7 +242,7 @@ class Sample:
             self._count(name, compute, layer, INPUT, next(iter((*args, *kwargs.values()))))
             if (name, NAMES[WEIGHT]) not in self.counted:
                 self._count(name, compute, layer, WEIGHT, layer.weight)
-        if output.requires_grad and not hasattr(output, "when_backward"):  # deferred logits have no gradient
+        if output.requires_grad and not hasattr(output, "when_backward"):  # else it may have none
             output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8_backends.compute.head.deferred_logits import DeferredLogits, HighPrecisionHead
+from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits, HighPrecisionHead
 from fp8_backends.errors import FP8BackendError
 
 HIDDEN, VOCABULARY, SEQUENCES, LENGTH = 32, 500, 2, 150

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from test_native import SCALINGS, fp8_linear
 from torch import nn
 
-from fp8_backends.compute.head.deferred_logits import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.convert.fused_head.deferred_logits import (
+    CrossEntropy,
+    HeadLoss,
+    HeadProducts,
+    chunk_loss,
+    tokens_of_chunk,
+)
+from fp8_backends.convert.fused_head.native_head import FP8Head
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import resolve
 
@@ -35,7 +42,9 @@ def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
 
 def fp8_head(linear, scaling, **fields):
     compute, recipe = NativeCompute(), resolve({"backend": f"native:{scaling}", **fields})
-    return compute.build_head(linear, recipe, compute.new_shared(linear, recipe))
+    carrier = compute.build(linear, recipe, compute.new_shared(linear, recipe))
+    carrier.__class__, carrier.fp8_is_ordinary = FP8Head, False
+    return carrier
 
 
 def head_loss(head, x, labels, products, elementwise=None, options=None):

@@ -140,7 +140,7 @@ def test_what_cannot_be_converted_says_why(reason):
 
 def test_layers_without_products_stay_in_high_precision():
     class LinearOnly(NativeCompute):
-        takes_conv1d = False
+        takes_transposed = False
 
     report = convert(nn.Sequential(conv(32, 32), nn.Linear(32, 32)), compute=LinearOnly()).report
     assert report.converted == ["1"] and "native has no products for it" in report.high_precision["0"]

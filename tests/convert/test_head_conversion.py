@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from widths import nightly
 
 import fp8_backends
-from fp8_backends.compute.head.deferred_logits import DeferredLogits
+from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits
 from fp8_backends.errors import FP8BackendError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))

@@ -19,10 +19,9 @@ from widths import nightly
 
 import fp8_backends
 from fp8_backends.convert import saved_activations
-from fp8_backends.convert.saved_activations import FEWEST, NODES, saved_bytes
+from fp8_backends.convert.saved_activations import FEWEST, NODES, ValuesFunction, packed, saved_bytes
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import resolve
-from fp8_backends.tensors.saved_values import ValuesFunction, packed
 
 WIDTH, LENGTH = 64, 64
 SIZES = {

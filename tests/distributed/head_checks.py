@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama import modeling_llama  # noqa: F401, here for all ranks: they are forked afterwards
 
 import fp8_backends
-from fp8_backends.compute.head.deferred_logits import DeferredLogits
+from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402

@@ -60,17 +60,25 @@ assert type(other[0]) is nn.Linear and not other[0]._forward_hooks
 print("trained, and refused", *missing)
 """
 
+MONITOR = """
+import sys
+# an editable install finds the deleted files in its own folder
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+from fp8_backends.tools.main import main
+sys.exit(main(["monitor"]))
+"""
+
 
 @pytest.mark.parametrize(
     "deleted, fields",
     [
         (["watch"], {"guard": "skip", "monitor_every": "2"}),
         (
-            ["convert/saved_activations.py", "tensors/saved_values.py", "watch/guard.py"],
-            {"saved_activations": "fp8", "guard": "skip"},
+            ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py"],
+            {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},
         ),
     ],
-    ids=["guard and monitor", "saved activations and guard"],
+    ids=["guard and monitor", "saved activations, guard and head"],
 )
 def test_package_trains_without_features_and_refuses_their_fields(tmp_path, deleted, fields):
     package = tmp_path / "fp8_backends"
@@ -82,16 +90,24 @@ def test_package_trains_without_features_and_refuses_their_fields(tmp_path, dele
 
     shutil.copytree(Path(fp8_backends.__file__).parent, package, ignore=left_out)
     (tmp_path / "training.py").write_text(TRAINING)
-    run = subprocess.run(
-        [sys.executable, "training.py", *(f"{name}={value}" for name, value in fields.items())],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == " ".join(["trained, and refused", *fields])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    training = run("training.py", *(f"{name}={value}" for name, value in fields.items()))
+    assert training.returncode == 0, training.stderr
+    assert training.stdout.splitlines()[-1] == " ".join(["trained, and refused", *fields])
+    if "watch" in deleted:
+        monitor = run("-c", MONITOR)
+        line = "fp8-backends monitor: this copy of fp8_backends is without fp8_backends.watch"
+        assert (monitor.returncode, monitor.stdout, monitor.stderr.strip()) == (2, "", line)
 
 
 def test_each_event_of_a_feature_is_run_and_explained():
@@ -100,3 +116,13 @@ def test_each_event_of_a_feature_is_run_and_explained():
     events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}
     assert events == {event for functions in FEATURES.values() for event in functions}
     assert events == set(re.findall(r"^    (\w+)\(", features.__doc__, re.M))
+
+
+@pytest.mark.parametrize("name", [*FEATURES, "Conv1D"])
+def test_few_files_name_a_feature(name):
+    """Rules aside, which name the field of each problem."""
+    root = Path(fp8_backends.__file__).parent
+    word = re.compile(rf"\b({name}|{name.removesuffix('_every')})\b")
+    naming = {path.relative_to(root) for path in root.rglob("*.py") if word.search(path.read_text(encoding="utf-8"))}
+    naming = {path.as_posix() for path in naming if path.parts[0] not in ("docs", "examples", "rules")}
+    assert len(naming) <= 6, naming

@@ -1,7 +1,10 @@
 """Print the files of the package through which four things pass: `python tests/house/walks.py`.
 
-The tracer lists, in order, each file with a function that receives the thing as an argument; "returns" counts the
-calls that enter such a file again from another one, and "in all" every file that ran. This is a report and no test.
+The tracer lists, in order, each file with a function that receives the thing as an argument (`self` is none); "in all"
+counts every file that ran. A return is a call from another file into a file that has handed the thing on to a third
+one. A pair of files counts once, however many layers, parameters and functions it serves: a reader learns it once. A
+file that only answers, as with `is_distributed`, was never left. Each call by PyTorch or the user (a forward, a hook of
+backward, a step) starts a leg of its own, and returns are counted within a leg. This is a report and no test.
 """
 
 from __future__ import annotations
@@ -22,53 +25,74 @@ from fp8_backends.compute.native.layer_rule import LayerRule
 ROOT = Path(fp8_backends.__file__).parent
 
 
-def walk(action: Callable[[], object], follows: Callable[[object], bool]) -> tuple[list[str], set[str]]:
-    """Run `action`; return the files with an argument that `follows` accepts, in the order of calls, and all files."""
-    files: list[str] = []
-    every: set[str] = set()
+class Walk:
+    """Run an action, and record the way of the arguments that `follows` accepts."""
 
-    def profile(frame, event, _):
+    def __init__(self, action: Callable[[], object], follows: Callable[[object], bool]) -> None:
+        self.follows = follows
+        self.files: dict[str, None] = {}
+        self.every: set[str] = set()
+        self.returns: dict[tuple[str, str], None] = {}
+        self._left: set[str] = set()
+        """Files that handed the thing on, in this leg."""
+        self._pairs: set[tuple[str, str]] = set()
+        sys.setprofile(self._profile)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
+
+    def _profile(self, frame, event, _) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(ROOT)) or code.co_name.startswith("<"):
+        if event != "call" or _file(frame) is None or code.co_name.startswith("<"):
             return
+        file, caller = _file(frame), frame.f_back
+        while caller is not None and _file(caller) is None:
+            caller = caller.f_back
+        if caller is None:
+            self._left, self._pairs = set(), set()
+        self.every.add(file)
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        values = [frame.f_locals.get(name) for name in names]
+        values = [frame.f_locals.get(name) for name in names if name != "self"]
         values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:64]]
-        file = str(Path(code.co_filename).relative_to(ROOT))
-        every.add(file)
-        if (not files or files[-1] != file) and any(follows(value) for value in values):
-            files.append(file)
+        if not any(self.follows(value) for value in values):
+            return
+        self.files[file] = None
+        if caller is None or (pair := (_file(caller), file)) in self._pairs or pair[0] == file:
+            return
+        if file in self._left:
+            self.returns[pair] = None
+        self._left.add(pair[0])
+        self._pairs.add(pair)
 
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return files, every
+    def report(self, title: str) -> None:
+        print(f"{title}: {len(self.files)} files, {len(self.returns)} returns, {len(self.every)} in all")
+        print("   ", " -> ".join(self.files))
+        for caller, file in self.returns:
+            print(f"    return: {caller} -> {file}")
 
 
-def report(title: str, walked: tuple[list[str], set[str]]) -> None:
-    files, every = walked
-    distinct = list(dict.fromkeys(files))
-    print(f"{title}: {len(distinct)} files, {len(files) - len(distinct)} returns, {len(every)} in all")
-    print("   ", " -> ".join(distinct))
+def _file(frame) -> str | None:
+    """Return the frame's file in the package."""
+    name = frame.f_code.co_filename
+    return str(Path(name).relative_to(ROOT)) if name.startswith(str(ROOT)) else None
 
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
-def recipe_to_product() -> tuple[list[str], set[str]]:
+def recipe_to_product() -> Walk:
     backend, x, net = "native:delayed", torch.randn(32, 64), model()
 
     def action():
         fp8_backends.prepare(net, None, backend)
         net(x)
 
-    return walk(action, lambda value: value is backend or value is x or isinstance(value, (FP8RecipeKwargs, LayerRule)))
+    return Walk(action, lambda value: value is backend or value is x or isinstance(value, (FP8RecipeKwargs, LayerRule)))
 
 
-def weight_to_step() -> tuple[list[str], set[str]]:
+def weight_to_step() -> Walk:
     net = model()
     weights = {id(net[0].weight)}
     optimizer = torch.optim.AdamW(net.parameters())
@@ -79,10 +103,10 @@ def weight_to_step() -> tuple[list[str], set[str]]:
         net(torch.randn(32, 64)).sum().backward()
         optimizer.step()
 
-    return walk(action, lambda value: id(value) in weights)
+    return Walk(action, lambda value: id(value) in weights)
 
 
-def checkpoint(load: bool) -> tuple[list[str], set[str]]:
+def checkpoint(load: bool) -> Walk:
     """Follow the folder of `save_state` or `load_state`, as text or Path, and files in it."""
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="msamp:O2")], cpu=True)
     net = model()
@@ -94,13 +118,13 @@ def checkpoint(load: bool) -> tuple[list[str], set[str]]:
         if load:
             accelerator.save_state(folder)
         action = accelerator.load_state if load else accelerator.save_state
-        return walk(
+        return Walk(
             lambda: action(folder), lambda value: isinstance(value, (str, Path)) and str(value).startswith(folder)
         )
 
 
 if __name__ == "__main__":
-    report("a backend string to its first product", recipe_to_product())
-    report("a weight to its O2 step", weight_to_step())
-    report("a checkpoint to the disk", checkpoint(load=False))
-    report("a checkpoint to its model", checkpoint(load=True))
+    recipe_to_product().report("a backend string to its first product")
+    weight_to_step().report("a weight to its O2 step")
+    checkpoint(load=False).report("a checkpoint to the disk")
+    checkpoint(load=True).report("a checkpoint to its model")

@@ -12,6 +12,7 @@ from torch import nn
 from widths import nightly
 
 import fp8_backends
+from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import command as compare
 from fp8_backends.tools.compare import summary, training_run
 from fp8_backends.tools.compare.command import announce, conclude
@@ -133,11 +134,13 @@ def test_the_default_reference_depends_on_bf16_products(monkeypatch):
 
 
 def test_saved_activations_apply_to_every_run(tmp_path):
-    settings = tiny_settings(tmp_path, saved_activations=asked("--saved-activations", "fp8").saved_activations, batch=8)
+    settings = tiny_settings(tmp_path, features=asked("--saved-activations", "fp8").features, batch=8)
     run = Run(settings, load_text(settings.text), "native:dynamic", seed=0)
     run.backward(0)
     assert fp8_backends.audit(run.model).saved_activations["tensors"] > 0
-    assert asked().saved_activations == "off"
+    assert asked().features == {}
+    with pytest.raises(RecipeError, match="saved_activations='fp9': .* must be one of off, fp8, fp8.attention"):
+        asked("--saved-activations", "fp9")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_trainers import llama, losses_of, trainer_for
 
-from fp8_backends.compute.head.deferred_logits import DeferredLogits
+from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits
 
 OPTIONS = {
     "plain": ({}, True),

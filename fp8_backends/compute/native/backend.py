@@ -30,7 +30,6 @@ from ..experts.native_layer import FP8Experts, FP8ExpertWeight
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
-from ..head.native_head import FP8Head
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, emulates, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
@@ -51,10 +50,9 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head", "sums")
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "sums")
     casts_by = "the layer's own rule"
-    takes_conv1d = True
-    defers_head = True
+    takes_transposed = True
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,17 +69,6 @@ class NativeCompute(Compute):
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        return _around(linear, carrier, recipe, shared)
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: SharedCodes) -> FP8Products:
-        from .linear import FP8Conv1D
-
-        with torch.device("meta"):
-            carrier = FP8Conv1D(conv.nf, conv.nx)
-        return _around(conv, carrier, recipe, shared)
-
-    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
-        carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")
         return _around(linear, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
@@ -286,7 +273,7 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
         check(carrier)
     carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
     if is_parallel(layer):
-        carrier.fp8_cut = Cut.of_weight(carrier)
+        carrier.fp8_cut = Cut.of_weight(layer)
     return carrier
 
 

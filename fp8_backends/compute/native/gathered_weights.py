@@ -44,7 +44,7 @@ class WeightCodes:
 
     @property
     def _is_converted(self) -> bool:
-        """False for a restored layer, or one with a replaced forward, such as the guard's."""
+        """False for a restored layer, or one with a replaced forward."""
         return isinstance(self.layer, FP8Products) and "forward" not in self.layer.__dict__
 
     @property

@@ -1,8 +1,6 @@
-"""Define `FP8Linear`, a layer of `native`, and the autograd function of its products; `FP8Conv1D` shares both."""
+"""Define `FP8Linear`, a layer of `native`, and the autograd function of its products."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -18,7 +16,6 @@ from ...tensors.parameter_swap import belongings_kept
 from ...tensors.scaled_tensor import ScaledTensor, quantize
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast, in_blocks
-from ..conv1d import conv1d_form
 from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -48,7 +45,7 @@ class FP8Products(KeepsLedger):
     """
 
     transposed_weight = False
-    """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+    """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
 
     @property
     def rule_in_words(self) -> str:
@@ -217,13 +214,6 @@ class FP8Linear(FP8Products, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
-
-
-def __getattr__(name: str) -> Any:
-    """Make `FP8Conv1D` at its first use, which may unpickle it: it imports transformers."""
-    if name == "FP8Conv1D":
-        return conv1d_form(FP8Products, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class LinearFunction(torch.autograd.Function):

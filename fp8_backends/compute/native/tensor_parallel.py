@@ -61,7 +61,8 @@ class Cut(NamedTuple):
         (placed,) = weight.placements
         if placed.is_replicate():
             return cls(weight.device_mesh, REPLICATED)
-        along_in = placed.dim % 2 != layer.transposed_weight  # also for several weights packed in one
+        is_turned = getattr(layer, "transposed_weight", False)
+        along_in = placed.dim % 2 != is_turned  # also for several weights packed in one
         return cls(weight.device_mesh, ROWWISE if along_in else COLWISE)
 
     @property

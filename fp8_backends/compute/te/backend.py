@@ -27,7 +27,7 @@ from ..experts.functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
-from ..interface import Compute, Norm, Recipe, check_saved_states
+from ..interface import Compute, Norm, Recipe, TransposedLinear, check_saved_states
 
 if TYPE_CHECKING:
     from ..experts.te_layer import TEExperts, TEExpertWeight
@@ -51,9 +51,9 @@ class TransformerEngineCompute(Compute):
     scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fused_head")
+    fields: tuple[Field | str, ...] = RULE_FIELDS
     casts_by = "the native equivalent of TransformerEngine's rule"
-    takes_conv1d = True
+    takes_transposed = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -125,24 +125,16 @@ class TransformerEngineCompute(Compute):
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TEProducts:
         from .linear import TELinear
-
-        carrier = TELinear.around(linear, linear.in_features, linear.out_features, shared)
-        if recipe.fp8_params:
-            check(carrier)
-        return carrier
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEProducts:
-        from .linear import TEConv1D
         from .recipes import check_version
 
-        check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
-        if recipe.fp8_params and recipe.scaling == "mxfp8":
-            raise RecipeError(
-                "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot be "
-                "read transposed. Use te:blockwise, te:dynamic or native:mxfp8, or leave out fp8_params"
-            )
-        carrier = TEConv1D.around(conv, conv.nx, conv.nf, shared)
-        carrier.nx, carrier.nf = conv.nx, conv.nf
+        if isinstance(linear, TransposedLinear):
+            check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
+            if recipe.fp8_params and recipe.scaling == "mxfp8":
+                raise RecipeError(
+                    "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot "
+                    "be read transposed. Use te:blockwise, te:dynamic or native:mxfp8, or leave out fp8_params"
+                )
+        carrier = TELinear.around(linear, linear.in_features, linear.out_features, shared)
         if recipe.fp8_params:
             check(carrier)
         return carrier

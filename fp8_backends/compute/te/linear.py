@@ -1,4 +1,4 @@
-"""The layers of `te` for Linear and `Conv1D`. Imports TransformerEngine, so it is imported with a layer."""
+"""The layers of `te`. Imports TransformerEngine, so it is imported with a layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...tensors.scaled_tensor import ScaledTensor
-from ..conv1d import conv1d_form
 from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -28,7 +27,7 @@ class TEProducts(TELayer, te.Linear):
     """
 
     transposed_weight = False
-    """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+    """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
 
     @classmethod
     def around(cls, plain: nn.Module, in_features: int, out_features: int, state: ModelState) -> TEProducts:
@@ -129,13 +128,6 @@ class TELinear(TEProducts, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, {self.rule_in_words}"
-
-
-def __getattr__(name: str) -> Any:
-    """Make `TEConv1D` at its first use, which may unpickle it: it imports transformers."""
-    if name == "TEConv1D":
-        return conv1d_form(TEProducts, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class PlainWgrad(torch.autograd.Function):

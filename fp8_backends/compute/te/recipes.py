@@ -79,7 +79,7 @@ def autocast(te_object: te_recipe.Recipe) -> Any:
 
 def check_version(what: str, instead: str, of_experts: bool = False) -> None:
     """Raise `BackendUnavailableError` if this version's `te.Linear`, or `te.GroupedLinear` for experts, multiplies only
-    its own weight. Levels, Conv1D and experts replace it."""
+    its own weight. Levels, transposed weights and experts replace it."""
     kind, method, since = te.Linear, "_get_weight_tensors", "2.9"
     if of_experts:
         kind, method, since = te.GroupedLinear, "_get_bias_tensors", "2.14"

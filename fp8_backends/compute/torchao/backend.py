@@ -23,7 +23,6 @@ from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of,
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast
 from .. import hardware
-from ..conv1d import linear_like
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
@@ -52,9 +51,9 @@ class TorchAOCompute(Compute):
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
-    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "fused_head")
+    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather")
     casts_by = "TorchAO's formulas for the same values"
-    takes_conv1d = True
+    takes_transposed = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:
@@ -110,15 +109,6 @@ class TorchAOCompute(Compute):
         if shared.enable_fsdp_float8_all_gather:  # `attach` arranges it, and leaves the Parameters in place
             shared = replace(shared, enable_fsdp_float8_all_gather=False)
         layer = AOLinear.from_float(linear, shared)
-        note_whether_cut(layer)
-        return layer
-
-    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Float8LinearConfig) -> AOProducts:
-        from .linear import AOConv1D
-
-        layer = self.build(linear_like(conv), recipe, shared)
-        layer.__class__, layer.nx, layer.nf = AOConv1D, conv.nx, conv.nf
-        layer.weight, layer.bias = conv.weight, conv.bias
         note_whether_cut(layer)
         return layer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precomp
 from ...errors import FP8BackendError
 from ...tensors.parameter_swap import refuse_if_held, swap
 from ...tensors.sharded_tensor import is_distributed, local_part, with_local
-from ..conv1d import conv1d_form
 from ..counts import DGRAD, FPROP, WGRAD
 from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width, saved_by_name
 
@@ -29,7 +27,7 @@ class AOProducts(nn.Module):
     dimension, and a high-precision weight gradient under any autocast but CUDA's."""
 
     transposed_weight = False
-    """True if the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+    """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
     rule_in_words = "ao"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -76,13 +74,6 @@ class AOLinear(AOProducts, Float8Linear):
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
-
-
-def __getattr__(name: str) -> Any:
-    """Make `AOConv1D` at its first use, which may unpickle it: it imports transformers."""
-    if name == "AOConv1D":
-        return conv1d_form(AOProducts, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:

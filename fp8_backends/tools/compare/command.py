@@ -10,10 +10,9 @@ import torch
 from ...compute import hardware
 from ...compute.registry import check_available
 from ...errors import BackendUnavailableError, RecipeError
-from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from ...words import counted
-from ..terminal import Progress, duration, paragraphs, table, wrapped
+from ..terminal import Progress, add_feature_flags, duration, features_of, paragraphs, table, wrapped
 from . import summary
 from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, Comparison, Log
 from .workload import BASELINES, REFERENCES, Settings, defaults, fast_fp8
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     held_out = f"held-out windows as a share of the windows trained on ({Settings.held_out_share})"
     nproc = "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
-    kept = "what backends in FP8 keep activations in for backward (off)"
     count, number, add = _positive(int), _positive(float), parser.add_argument
     backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=number, metavar="X", help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)")
     add("--nproc", type=count, default=1, metavar="N", help=nproc)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
-    add("--saved-activations", choices=SAVED_ACTIVATIONS, default=Settings.saved_activations, help=kept)
+    add_feature_flags(parser)
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
 
 
@@ -103,7 +101,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         held_out_share=args.held_out,
         loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
-        saved_activations=args.saved_activations,
+        features=features_of(args),
         **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
         **values,
     )

@@ -206,7 +206,7 @@ def _reading(results: Results) -> str:
 
 def _settings(results: Results) -> str:
     settings = results["settings"]
-    elsewhere = ("text", "backends", "shape")
+    elsewhere = ("text", "backends", "shape", "features")
     values = {
         "task": results["task"],
         "text": results["text"]["description"],
@@ -214,6 +214,7 @@ def _settings(results: Results) -> str:
         "held-out windows": results["held_out_windows"],
         "around FP8": results["around_fp8"],
         **{key: value for key, value in settings.items() if key not in elsewhere and value is not None},
+        **settings["features"],
     }
     if settings["model"] is None:
         values["model"] = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings["shape"].items())

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Settings:
     held_out_share: float = 0.2
     minutes: float | None = None
     compile: bool
-    saved_activations: str = "off"
+    features: dict[str, Any] = field(default_factory=dict)
+    """Recipe fields of every FP8 backend."""
     loss_gap_bound: float
     device: str
     nproc: int = 1

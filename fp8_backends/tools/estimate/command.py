@@ -11,12 +11,11 @@ import torch
 
 from ...compute import chips, hardware
 from ...errors import FP8BackendError, RecipeError
-from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from ...rules import RULES
 from ...rules.validate import validate
 from ...words import share
-from ..terminal import Progress, paragraphs, table
+from ..terminal import Progress, add_feature_flags, features_of, paragraphs, table
 from .estimates import BASELINES, USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 
@@ -48,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    kept = "what backends in FP8 keep activations in for backward (default: off)"
-    add("--saved-activations", choices=SAVED_ACTIVATIONS, default="off", help=kept)
+    add_feature_flags(parser)
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
 
@@ -73,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     }
     workload = Workload(model=model, memory=device.memory, **settings)
     with Progress(f"tracing a training step of {model.title}") as progress:
-        kept = {"saved_activations": args.saved_activations}
-        names = _listed("--backend", args.backend)
+        names, kept = _listed("--backend", args.backend), features_of(args)
         backends = [name if name.lower() in BASELINES else resolve({"backend": name, **kept}) for name in names]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:

@@ -20,6 +20,7 @@ from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...states.levels import WEIGHT
 from ...words import shown
+from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
 from .step_trace import (
     ACTIVATIONS,
@@ -173,8 +174,9 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     def fits(layers: int, batch: int) -> bool:
         return highest(on_one_rank(layers, batch)[1])[1] <= USABLE * workload.memory
 
-    if recipe is not None and recipe.saved_activations != "off":
-        result.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
+    for name, setting in FEATURES.items() if recipe is not None else ():
+        if (value := getattr(recipe, name)) != setting.default:
+            result.notes.append(f"{name}={value!r}, of the backends in FP8")
     if _is_te(recipe):
         result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     if workload.devices > 1:

@@ -31,6 +31,7 @@ from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import first_line
+from ..terminal import FEATURES
 from .model_shapes import count_elements
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
@@ -258,7 +259,7 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
         backend=recipe.name.replace("te:", "native:", 1),
         module_filter_func=lambda module, name: name in chosen,
         on_unproven=recipe.on_unproven,
-        saved_activations=recipe.saved_activations,
+        **{name: getattr(recipe, name) for name in FEATURES},
     )
 
 

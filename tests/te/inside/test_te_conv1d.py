@@ -18,9 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from widths import nightly
 
 import fp8_backends
-from fp8_backends.compute.te.linear import TEConv1D
+from fp8_backends.compute.te.linear import TELinear
 from fp8_backends.compute.te.weights import is_frozen
-from fp8_backends.convert import conversion
+from fp8_backends.convert import conv1d, conversion
 from fp8_backends.errors import BackendUnavailableError, RecipeError
 
 LEVELS = ["te:delayed+msamp:O2", "te:dynamic+msamp:O3", "te:blockwise+msamp:O3"]
@@ -41,7 +41,9 @@ def test_products_are_those_of_a_linear_to_the_bit(scaling, fields):
     linear, weight = linear_twin(module), module.weight
     prepared(module, f"te:{scaling}", **fields)
     prepared(linear, f"te:{scaling}", **fields)
-    assert type(module) is TEConv1D and isinstance(module, Conv1D) and not isinstance(module, nn.Linear)
+    assert (
+        type(module) is conv1d.fp8_form(TELinear) and isinstance(module, Conv1D) and not isinstance(module, nn.Linear)
+    )
     assert module.weight is weight and "nf=256, nx=160" in repr(module)
     for of_conv, of_linear in zip(results_of_steps(module), results_of_steps(linear), strict=True):
         assert torch.equal(of_conv, of_linear)

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp8_backends.compute.head.deferred_logits import DeferredLogits
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits
+from fp8_backends.convert.fused_head.native_head import FP8Head
 from fp8_backends.kernels import triton_backward
 from fp8_backends.recipes.handlers import resolve
 
@@ -85,7 +86,8 @@ def test_an_fp8_head_runs_on_the_kernels(monkeypatch):
         monkeypatch.setenv("FP8_BACKENDS_TRITON", variable)
         torch.manual_seed(0)
         linear, compute, recipe = torch.nn.Linear(16, 30, bias=False), NativeCompute(), resolve("native:dynamic")
-        head = compute.build_head(linear, recipe, compute.new_shared(linear, recipe))
+        head = compute.build(linear, recipe, compute.new_shared(linear, recipe))
+        head.__class__, head.fp8_is_ordinary = FP8Head, False
         x, labels = torch.randn(150, 16, requires_grad=True), torch.randint(30, (150,))
         logits = head(x)
         loss = F.cross_entropy(logits, labels)

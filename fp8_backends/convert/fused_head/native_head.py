@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ...compute.counts import KINDS, RECOMPUTED
+from ...compute.native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized
+from ...compute.native.linear import FROZEN, FP8Linear
+from ...compute.products import plain_product
 from ...formats.formats import Format
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from ...kernels.layouts import Layouts
-from ..counts import KINDS, RECOMPUTED
-from ..native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized
-from ..native.linear import FROZEN, FP8Linear
-from ..products import plain_product
-from .deferred_logits import DefersLogits, HeadProducts
+from .deferred_logits import HEADS, DefersLogits, HeadProducts
 
 
 class FP8Head(DefersLogits, FP8Linear):
@@ -80,3 +80,6 @@ class FP8HeadProducts(HeadProducts):
     def _quantized(self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool) -> Layouts:
         newest = self.ledger.newest(self.rule, self.state, tensor)
         return quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns, newest)
+
+
+HEADS[FP8Linear] = FP8Head

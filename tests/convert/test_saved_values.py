@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends.tensors import saved_values
-from fp8_backends.tensors.saved_values import DTYPES, packed
+from fp8_backends.convert import saved_activations
+from fp8_backends.convert.saved_activations import DTYPES, packed
 
 
 def off_by(values: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_parts_are_unpacked_as_the_whole(dtype, monkeypatch):
     torch.manual_seed(0)
     values = packed(torch.randn(7, 9, 96).to(dtype))
     whole = values.unpacked((7, 9, 96))
-    monkeypatch.setattr(saved_values, "PART", 5 * 96)
+    monkeypatch.setattr(saved_activations, "PART", 5 * 96)
     assert torch.equal(values.unpacked((7, 9, 96)), whole)
 
 

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ...compute.counts import DGRAD, FPROP, RECOMPUTED, WGRAD, result_dtype
+from ...compute.interface import COMPUTE_DTYPES
+from ...compute.products import plain_product
+from ...compute.refusals import refuse_second_derivative
 from ...errors import FP8BackendError
 from ...kernels.backward import cross_entropy
 from ...kernels.triton_gate import PLAIN
 from ...tensors.scaled_tensor import stored_parts
 from ...tensors.sharded_tensor import is_distributed
 from ...torch_tools.backward_end import inside_backward
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, result_dtype
-from ..interface import COMPUTE_DTYPES
-from ..products import plain_product
-from ..refusals import refuse_second_derivative
 
 aten = torch.ops.aten
 
@@ -93,6 +93,10 @@ class DefersLogits(nn.Module):
 
     def count_products(self, *kinds: str) -> None:
         """Count these products of all chunks: FPROP, DGRAD, WGRAD, or RECOMPUTED. High precision counts none."""
+
+
+HEADS: dict[type[nn.Module], type[DefersLogits]] = {}
+"""FP8 layer of a backend -> its subclass that defers logits."""
 
 
 class HighPrecisionHead(DefersLogits, nn.Linear):

@@ -1,1 +1,0 @@
-"""Output heads with deferred logits, multiplied in chunks of tokens."""
