@@ -268,8 +268,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
             # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
-    fields = {"autocast_dtype": settings.reference, "saved_activations": settings.saved_activations}
-    handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+    fields = {name: getattr(settings, name) for name in ("saved_activations", "sums")}
+    handler = fp8_backends.FP8RecipeKwargs(backend=backend, autocast_dtype=settings.reference, **fields)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 
 

@@ -43,6 +43,7 @@ class Settings:
     minutes: float | None = None
     compile: bool
     saved_activations: str = "off"
+    sums: str = "exact"
     loss_gap_bound: float
     device: str
     nproc: int = 1
