@@ -211,14 +211,14 @@ def _check_config(recipe: Recipe) -> None:
                 f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
                 f"so say it there and leave {field} out"
             )
+    if "scaling" in recipe.given and scaling != recipe.scaling:
+        raise RecipeError(
+            f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
+        )
     if recipe.fast_accumulation is not True:
         raise RecipeError(
             "fast_accumulation and config: a config is used as it is, so set its "
             "gemm_config_output=Float8GemmConfig(use_fast_accum=False) and leave the field out"
-        )
-    if "scaling" in recipe.given and scaling != recipe.scaling:
-        raise RecipeError(
-            f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
         )
 
 
