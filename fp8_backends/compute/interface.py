@@ -144,6 +144,10 @@ class Compute(ABC):
         """Count a layer's FP8 products since it was prepared. None: one profiled step proves them."""
         return None
 
+    def turn_off_fast_accumulation(self, layer: nn.Module) -> None:
+        """Let the forward products of a built layer add parts in FP32. For backends that read `fast_accumulation`."""
+        raise NotImplementedError
+
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         """Swap weights for a form of the backend's own, if the recipe asks for it; levels store theirs afterwards."""
 

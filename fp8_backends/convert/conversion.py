@@ -89,6 +89,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if weight.part:
             parts[weight.module].append(weight.part)
     experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    _turn_off_fast_accumulation(recipe, compute, weights, layers, experts)
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -265,6 +266,24 @@ def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]
         f"{field_name}: no weight of this model matches {pattern!r}; names are such as {', '.join(map(repr, near))}. A "
         "pattern without a dot matches any one part of a name; 'a.b.*' matches all inside a.b"
     )
+
+
+def _turn_off_fast_accumulation(
+    recipe: Recipe, compute: Compute, weights: list[Found], layers: list[tuple[nn.Module, nn.Module]], experts: list
+) -> None:
+    """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an FP8 layer."""
+    if recipe.fast_accumulation is True:
+        return
+    built = {(module, ""): carrier for module, carrier in layers}
+    built |= {(module, part): layer for module, parts in experts for part, layer in parts.items()}
+    for pattern in recipe.fast_accumulation or (None,):
+        matched = weights if pattern is None else _matched("fast_accumulation", pattern, weights)
+        if pattern is not None and all(weight.product.state != FP8 for weight in matched):
+            name = matched[0].product.name
+            raise RecipeError(f"fast_accumulation: {pattern!r} matches only layers in high precision, such as {name}")
+        for weight in matched:
+            if carrier := built.get((weight.module, weight.part)):
+                compute.turn_off_fast_accumulation(carrier)
 
 
 def _find(root: nn.Module, recipe: Recipe) -> list[Found]:

@@ -80,6 +80,15 @@ def _choice(value: str | Collection[str]) -> tuple[str, ...]:
     return patterns
 
 
+def _flag_or_patterns(value: Any) -> bool | tuple[str, ...]:
+    with contextlib.suppress(ValueError):
+        return flag(value)
+    return _patterns(value)
+
+
+_flag_or_patterns.values = "True, False, name patterns"
+
+
 def _function(value: Any) -> Callable[[nn.Module, str], bool]:
     if not callable(value):
         raise ValueError("must be a function of (module, name) that returns whether to convert the module")
@@ -158,7 +167,7 @@ class CommonFields(KwargsHandler):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ScalingField(KwargsHandler):
-    """The scaling rule."""
+    """The scaling rule, and the sums of its products."""
 
     scaling: str | None = setting(
         None,
@@ -167,6 +176,14 @@ class ScalingField(KwargsHandler):
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
+    fast_accumulation: bool | str | Collection[str] = setting(
+        True,
+        _flag_or_patterns,
+        scalings=("dynamic", "delayed", "rowwise", "window", "tensorwise", "rowwise_with_gw_hp"),
+        idle=True,
+    )
+    """Let the products of forward sum in the fewer bits of Hopper's and Ada's tensor cores; False adds every 128
+    products in FP32. Name patterns turn it off for these layers only."""
 
 
 @dataclass(eq=False, repr=False)

@@ -50,7 +50,7 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "sums")
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fast_accumulation", "sums")
     casts_by = "the layer's own rule"
     takes_transposed = True
 
@@ -86,6 +86,9 @@ class NativeCompute(Compute):
             weights[part] = FP8ExpertWeight(experts, part)
             weights[part].set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
         return weights
+
+    def turn_off_fast_accumulation(self, layer: FP8Products | FP8ExpertWeight) -> None:
+        layer.fp8_rule = layer.fp8_rule._replace(fast_accumulation=False)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)

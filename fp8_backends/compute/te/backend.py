@@ -51,7 +51,7 @@ class TransformerEngineCompute(Compute):
     scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = RULE_FIELDS
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fast_accumulation")
     casts_by = "the native equivalent of TransformerEngine's rule"
     takes_transposed = True
 
@@ -145,6 +145,9 @@ class TransformerEngineCompute(Compute):
 
         check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)
         return TEExperts({part: TEExpertWeight(experts, part, shared) for part in parts})
+
+    def turn_off_fast_accumulation(self, layer: TEProducts) -> None:
+        layer.te_fast_accumulation = False
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
         from .layer import AroundRoot

@@ -27,7 +27,7 @@ from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..interface import Recipe
-from .recipes import VERSION, FP8GlobalStateManager, autocast, recipe_object
+from .recipes import VERSION, FP8GlobalStateManager, autocast, fast_accumulation_off, recipe_object
 
 DELAYED_PIPELINE = Refusal(
     "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
@@ -275,6 +275,7 @@ class TELayer:
     te_state: ModelState
     matrices = 1
     """The number of weight matrices, each with its own scales."""
+    te_fast_accumulation = True
 
     # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
     get_extra_state = nn.Module.get_extra_state
@@ -311,8 +312,10 @@ class TELayer:
 
     def _products(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         _running.forward = self.te_counts
+        slowly = fast_accumulation_off(self.te_state.te_recipe)
         try:
-            y = self._multiply(x, *arguments)
+            with contextlib.nullcontext() if self.te_fast_accumulation else slowly:
+                y = self._multiply(x, *arguments)
         finally:
             _running.forward = None
         if y.grad_fn is not None:
@@ -421,5 +424,6 @@ class TELayer:
     def rule_in_words(self) -> str:
         """Describe the rule, such as `te:delayed i:E4M3,w:E4M3,go:E5M2`."""
         recipe, high = self.te_state.recipe, ",high:wgrad" if self.te_state.plain_wgrad else ""
+        high += "" if self.te_fast_accumulation else ",fast accumulation off"
         gradient = "E5M2" if recipe.fp8_format == "HYBRID" else "E4M3"
         return f"te:{recipe.scaling} i:E4M3,w:E4M3,go:{gradient}{high}"

@@ -5,7 +5,9 @@ Imports TransformerEngine, so it is imported when `te` runs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401, before TransformerEngine, which needs the libraries loaded by torch
@@ -75,6 +77,20 @@ def autocast(te_object: te_recipe.Recipe) -> Any:
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=te_object)
     return te.fp8_autocast(enabled=True, fp8_recipe=te_object)  # before 2.9
+
+
+@contextlib.contextmanager
+def fast_accumulation_off(te_object: te_recipe.Recipe) -> Iterator[None]:
+    """Run forwards with TransformerEngine's split accumulator."""
+    before = vars(te_object).get("fp8_gemm_fprop")  # `DelayedScaling` has none, and its layers ask for one
+    te_object.fp8_gemm_fprop = te_recipe.MMParams(use_split_accumulator=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            del te_object.fp8_gemm_fprop
+        else:
+            te_object.fp8_gemm_fprop = before
 
 
 def check_version(what: str, instead: str, of_experts: bool = False) -> None:

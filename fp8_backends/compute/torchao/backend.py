@@ -51,7 +51,7 @@ class TorchAOCompute(Compute):
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
-    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather")
+    fields: tuple[Field | str, ...] = ("config", *CONFIG_OPTIONS, "fast_accumulation")
     casts_by = "TorchAO's formulas for the same values"
     takes_transposed = True
 
@@ -111,6 +111,12 @@ class TorchAOCompute(Compute):
         layer = AOLinear.from_float(linear, shared)
         note_whether_cut(layer)
         return layer
+
+    def turn_off_fast_accumulation(self, layer: AOProducts) -> None:
+        gemm = replace(layer.config.gemm_config_output, use_fast_accum=False)
+        layer.config = replace(layer.config, gemm_config_output=gemm)
+        forward = layer.linear_mm_config.output._replace(use_fast_accum=False)
+        layer.linear_mm_config = layer.linear_mm_config._replace(output=forward)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Do as TorchAO's `convert_to_float8_training`, except for the swap of layers."""
@@ -198,6 +204,11 @@ def _check_config(recipe: Recipe) -> None:
     if "scaling" in recipe.given and scaling != recipe.scaling:
         raise RecipeError(
             f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
+        )
+    if recipe.fast_accumulation is not True:
+        raise RecipeError(
+            "fast_accumulation and config: a config is used as it is, so set its "
+            "gemm_config_output=Float8GemmConfig(use_fast_accum=False) and leave the field out"
         )
 
 

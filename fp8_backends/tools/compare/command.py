@@ -9,6 +9,7 @@ import torch
 
 from ...compute import hardware
 from ...compute.registry import check_available
+from ...compute.tensor_cores import CHIPS, EXACT
 from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.handlers import resolve
 from ...words import counted
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=count, default=1, metavar="N", help=nproc)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
     add_feature_flags(parser)
+    add("--sums", choices=(EXACT, *CHIPS), default=EXACT, help="sums of the chip whose products a CPU emulates (exact)")
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
 
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         announce(settings)
-        settings.backends = backend_names(settings.backends, settings.reference)
+        settings.backends = backend_names(settings.backends, settings.reference, settings.sums)
         comparison = Comparison(settings, args.output)
         introduce(comparison)
         with Progress("comparing") as display:
@@ -102,6 +104,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
         features=features_of(args),
+        sums=args.sums,
         **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
         **values,
     )
@@ -123,14 +126,15 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
         raise BackendUnavailableError(f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed")
 
 
-def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
-    """Return canonical names without repetitions and the reference. Raises for invalid or unavailable backends."""
+def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tuple[str, ...]:
+    """Return canonical names without repetitions and the reference. Raises for invalid or unavailable backends, and for
+    one that does not emulate these sums."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
             names[word.lower()] = None
             continue
-        recipe = resolve(word)
+        recipe = resolve({"backend": word, "sums": sums})
         check_available(recipe)
         names[recipe.name] = None
     names.pop(reference, None)

@@ -268,7 +268,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
             # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
-    handler = fp8_backends.FP8RecipeKwargs(backend=backend, autocast_dtype=settings.reference, **settings.features)
+    fields = settings.features | {"autocast_dtype": settings.reference, "sums": settings.sums}
+    handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 
 

@@ -20,6 +20,7 @@ from transformer_engine.common.recipe import (
     Format,
     MXFP8BlockScaling,
 )
+from transformer_engine.pytorch.module import linear as te_linear
 from widths import nightly
 
 import fp8_backends
@@ -508,3 +509,24 @@ def test_features_that_te_does_not_take_stay_plain_by_name():
     assert known.report.high_precision["1"] == (
         "32 -> 24 are not multiples of 16, and TransformerEngine cannot pad them"
     )
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "dynamic"])
+@pytest.mark.parametrize(
+    ("given", "split"), [(True, [0, 0, 0]), (False, [1, 1, 1]), (["1"], [0, 1, 0]), (["0", "2"], [1, 0, 1])]
+)
+def test_fast_accumulation_off_is_the_split_accumulator_of_forward(scaling, given, split, monkeypatch):
+    made = nn.Sequential(*(nn.Linear(32, 32) for _ in split))
+    prepare(made, None, TERecipeKwargs(scaling=scaling, fast_accumulation=given))
+    before = str(prepared_roots(made)[0][2].shared.te_recipe)
+    calls, general_gemm = [], te_linear.general_gemm
+
+    def spy(*args, use_split_accumulator=False, **kwargs):
+        calls.append(use_split_accumulator)
+        return general_gemm(*args, use_split_accumulator=use_split_accumulator, **kwargs)
+
+    monkeypatch.setattr(te_linear, "general_gemm", spy)
+    made(torch.randn(16, 32).requires_grad_()).sum().backward()
+    assert calls[:3] == [bool(each) for each in split] and calls[3:] == [True] * 6
+    assert str(prepared_roots(made)[0][2].shared.te_recipe) == before
+    assert all(("fast accumulation off" in repr(layer)) == bool(each) for layer, each in zip(made, split, strict=True))
