@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,18 +20,15 @@ from .. import words
 from ..announcement import announce, logger
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..convert import conversion
+from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION
 from ..errors import FP8BackendError
+from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
 from .auditing import count_flops, count_products, stored_dtype
 from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
-
-if TYPE_CHECKING:
-    from ..convert.conversion import Prepared
-    from ..recipes.handlers import Recipe
-
 
 _COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
 """Titles in the proof for kinds of weights with FP8 products."""
@@ -41,8 +37,7 @@ _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds. Raises
-    `FP8BackendError` if it is no PyTorch optimizer."""
+    """Prove FP8 at the optimizer's first step, for its prepared models. Raises `FP8BackendError` if it has no hooks."""
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
@@ -93,7 +88,14 @@ class FirstStep:
         self.roots = roots
         self.compute = roots[0][2].compute
         """The common backend of these models."""
-        self.layers = [layer for _, root, prepared in roots for layer in _layers_to_profile(root, prepared)]
+        self.layers: list[Layer] = []
+        """The converted layers, if their backend has no counters."""
+        for _, root, prepared in roots:
+            layers = self.compute.converted_layers(root)
+            high = self.compute.high_precision_products(prepared.recipe)
+            kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
+            if layers and self.compute.products(next(iter(layers.values()))) is None:
+                self.layers += [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
         """Root whose forward began the profile, with its layers' gradients at that time."""
@@ -238,16 +240,6 @@ class ForwardHook(TemporaryHook):
             self.first_step.forget_step()
 
 
-def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
-    """Return the converted layers of a root if its backend has no counters, else none."""
-    layers = prepared.compute.converted_layers(root)
-    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
-        return []
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-    return [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
-
-
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
     """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless `on_unproven="warn"`."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
@@ -278,8 +270,7 @@ def refuse_unproven(message: str, recipe: Recipe) -> None:
 
 
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
-    """Write a line such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
-    (bf16-exact)`."""
+    """Write such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
     kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
