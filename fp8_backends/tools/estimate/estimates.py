@@ -21,20 +21,9 @@ from ...recipes.handlers import Recipe, resolve
 from ...states.levels import WEIGHT
 from ...words import shown
 from .model_shapes import SHORT, ModelShape
-from .step_trace import (
-    ACTIVATIONS,
-    BUFFERS,
-    CODES,
-    COPIES,
-    GRADIENTS,
-    MASTER,
-    STATES,
-    WEIGHTS,
-    Bytes,
-    StepSettings,
-    StepTrace,
-    trace_step,
-)
+from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
+
+WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Dtypes of autocast by name. As a backend, a name means training without FP8."""
@@ -191,7 +180,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     result.parameters = trace.sizes["parameters"]
     if workload.memory is not None:
         result.fits, result.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
-        if growth.in_layers:
+        if growth.deeper is not growth.first:
             result.largest_layers = _largest(lambda count: fits(count, batch))
             result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
     return result
@@ -218,10 +207,6 @@ class Growth:
     """With twice the batch; `first` if no other batch is of interest."""
     layers: int
     batch: int
-
-    @property
-    def in_layers(self) -> bool:
-        return self.deeper is not self.first
 
     def at(self, layers: float, batch: float) -> StepTrace:
         """Return the trace for this depth and batch.
@@ -287,11 +272,6 @@ def _is_te(recipe: Recipe | None) -> bool:
     return recipe is not None and recipe.compute == "te"
 
 
-_ALL_CODES_LIVE = {
-    "forward", "forward of the last block", "loss", "backward of the head", "backward of the last block",
-}  # fmt: skip
-
-
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies before Blackwell, for
     fprop and dgrad, of which from O3 on the first is the weight; none of plain weights gathered by FSDP2."""
@@ -301,7 +281,8 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
         copies = 0
     more = copies * trace.sizes["converted"] - trace.saved[CODES]
     trace.saved[CODES] += more
-    for region in _ALL_CODES_LIVE & trace.peaks.keys():
+    in_backward = "backward of the head", "backward of the last block"
+    for region in trace.peaks.keys() & {"forward", "forward of the last block", "loss", *in_backward}:  # all are live
         trace.peaks[region][CODES] += more
 
 

@@ -30,8 +30,7 @@ _WITH_LOSS = {
     _IMAGES: ("ForImageClassification",),
     _SPECTROGRAMS: ("ForConditionalGeneration",),
 }
-"""Main input, and endings of classes that take it with `labels` and return a loss: a label for each token or, for a
-classifier, one for each sample."""
+"""Main input, and endings of classes that take it with `labels`, for tokens or samples, and return a loss."""
 _SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
 """Fields of a configuration with the size of an input; a model of images and texts has them in a nested one."""
 IMAGE_SIZE = 224
