@@ -107,11 +107,8 @@ def faults(optimizer: Any) -> list[Fault]:
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Install the recipe's guard. Repeated calls add models and replace the recipe.
-
-    Raises:
-        FP8BackendError: the optimizer steps without running step hooks.
-    """
+    """Install the recipe's guard. Repeated calls add models and replace the recipe. Raises `FP8BackendError` for an
+    optimizer that steps without step hooks."""
     guard = guard_of(optimizer)
     if guard is not None:
         guard.recipe = recipe
@@ -161,8 +158,7 @@ class Look(NamedTuple):
 
     step: int
     totals: torch.Tensor
-    """FP32 [6], summed over the ranks: sum of the finite losses, and the numbers of finite losses, non-finite losses,
-    non-finite gradients, clipped operands and stuck operands."""
+    """FP32 [6] of all ranks: sum of finite losses; numbers of finite, bad losses, bad gradients, clipped, stuck."""
     gradients: torch.Tensor | None
     """`spoiled` of the parameters on this rank; None where a loss scaler checks them."""
     after_backward: torch.Tensor | None
@@ -217,8 +213,12 @@ class Guard:
 
     def _live_models(self) -> list[nn.Module]:
         """Return the models, each in its DDP wrapper."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        return list({id(model): model for model in map(_in_ddp, models)}.values())
+        models: dict[int, nn.Module] = {}
+        for model in (model for reference in self._models if (model := reference()) is not None):
+            wrappers = (prepared.observed.wrapper for _, _, prepared in prepared_roots(model))
+            model = next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
+            models[id(model)] = model
+        return list(models.values())
 
     def _roots(self) -> Roots:
         roots = {id(root): (root, prepared) for m in self._live_models() for _, root, prepared in prepared_roots(m)}
@@ -246,9 +246,12 @@ class Guard:
         if self.recipe.guard == "off" or not self._roots():  # switched off, or all models were restored
             return
         groups = next(filter(None, map(replicas.rank_groups, self._live_models())), [])
-        if groups and not self._shared_a_backward():
-            self._act_alone(optimizer)
-            return
+        if groups:
+            before = self._backwards
+            self._backwards = sum(each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m))
+            if self._backwards == before:
+                self._act_alone(optimizer)
+                return
         look: Look | None = self._look(optimizer, groups)
         if self.recipe.guard == "warn" and look.totals.is_cuda:
             late, self._late, look = self._late, _on_its_way(look), None
@@ -264,12 +267,6 @@ class Guard:
             self._act(found, look, optimizer)
         else:
             self._keep_statistics()
-
-    def _shared_a_backward(self) -> bool:
-        """Return True if all ranks shared a backward pass since the last step."""
-        before = self._backwards
-        self._backwards = sum(each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m))
-        return self._backwards > before
 
     def _look(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> Look:
         parameters = parameters_of(optimizer)
@@ -336,8 +333,7 @@ class Guard:
         return (*reversed(names), *[FOREIGN] * (len(at) - len(names)))
 
     def _broken(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> tuple[str, ...]:
-        """Return the names of parameters, buffers and optimizer states with an inf or a NaN on any rank, in the order
-        of the model. Buffers and frozen parameters may hold an inf, as masks do."""
+        """Name parameters, buffers and states with a NaN (trained ones: or inf) on any rank, in the model's order."""
         trained = {id(p): p for p in parameters_of(optimizer)}
         states = {
             id(p): [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
@@ -472,11 +468,6 @@ class Guard:
             buffer.copy_(kept)
 
 
-def _in_ddp(model: nn.Module) -> nn.Module:
-    wrappers = [prepared.observed.wrapper for _, _, prepared in prepared_roots(model)]
-    return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
-
-
 def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
     """Copy the totals to the host without waiting; return the look with them, and an event for their arrival."""
     totals = torch.empty(look.totals.shape, dtype=look.totals.dtype, pin_memory=True)
@@ -496,12 +487,14 @@ def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and NaN included, with a
-    few launches for each dtype."""
+    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and NaN included (of FP8
+    codes, the scale's), with a few launches for each dtype."""
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
-    for i, tensors in enumerate(held):
-        for part in (part for tensor in tensors for part in _numbers_of(tensor)):
-            alike.setdefault((part.device, part.dtype), []).append((i, part))
+    for i, local in ((i, local_part(tensor.detach())) for i, tensors in enumerate(held) for tensor in tensors):
+        for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
+            if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
+                part = torch.view_as_real(part) if part.is_complex() else part
+                alike.setdefault((part.device, part.dtype), []).append((i, part))
     zero = torch.zeros((), dtype=torch.float32, device=device)
     largest = [zero] * len(held)
     for members in alike.values():
@@ -509,14 +502,6 @@ def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) ->
         for (i, _), norm in zip(members, norms, strict=True):
             largest[i] = norm if largest[i] is zero else torch.maximum(largest[i], norm)
     return torch.stack(largest)
-
-
-def _numbers_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the parts of a tensor that show an inf or a NaN: for FP8 codes, the scale."""
-    local = local_part(tensor.detach())
-    for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
-        if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
-            yield torch.view_as_real(part) if part.is_complex() else part
 
 
 # Scaling states, int32 [3, 2 + history length] each: one for a layer, one for each expert
@@ -530,8 +515,7 @@ class ScalingLooks:
         self._unmoved: torch.Tensor | None = None
 
     def look(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3]; None without
-        any state."""
+        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3], or None."""
         over, stuck, rolls, records = [], [], [], []
         for root, prepared in roots:
             if not (buffers := prepared.compute.scaling_buffers(root)):
@@ -574,8 +558,7 @@ def _places(roots: Roots, at: torch.Tensor) -> tuple[str, ...]:
 
 
 def _renew(roots: Roots, at_fault: torch.Tensor) -> int:
-    """Reset the states marked by a bool [states, 3] to the amaxes of this step. Return the number of layers and
-    experts with a mark."""
+    """Reset the states marked by a bool [states, 3] to this step's amaxes. Return the number of marked states."""
     begin = 0
     for _, recipe, state in _named_states(roots):
         rows = _rows(state)
