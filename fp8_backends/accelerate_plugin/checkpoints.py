@@ -136,8 +136,7 @@ def _make_way(target: Path) -> None:
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
-    """Write the manifest of a folder after all ranks have written; ranks with a common disk share the reading. Return
-    True if this rank leads its file system."""
+    """Write a folder's manifest once all ranks have written. Return True if this rank leads its file system."""
     doing, state = f"sealing the checkpoint {folder}", PartialState()
     marks = folder / manifest.SAVING
 

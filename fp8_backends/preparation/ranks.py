@@ -16,11 +16,8 @@ from ..states import levels
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel` or `fully_shard`,
-    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing.
-
-    Raises:
-        FP8BackendError: it was wrapped before it was prepared, or FP8 does not support the named wrapper.
-    """
+    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing. Raises
+    `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the wrapper."""
     for wrapper in ddp.wrappers(model):
         if roots := prepared_roots(wrapper.module):
             for _, _, prepared in roots:
