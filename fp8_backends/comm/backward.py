@@ -30,17 +30,12 @@ States = Callable[[], list[torch.Tensor]]
 
 
 class BackwardPass(TemporaryHook):
-    """Finish collectives at the end of each backward pass with a reduction: a forward hook of a wrapped model.
-
-    Args:
-        travels: return True if the gradients of the module's latest forward will be reduced.
-    """
+    """Finish collectives after each backward pass that `travels(module)`: a forward hook of a wrapped model."""
 
     def __init__(self, travels: Callable[[nn.Module], bool]) -> None:
         self.travels = travels
         self.collectives: list[Any] = []
-        """Joint work of the ranks, in order of its ends: objects with `finish(contributes=True)`, False on a rank
-        without inputs, and `reset()` after a failed pass."""
+        """Joint work of the ranks, with `finish(contributes)`, False on a rank without inputs, and `reset()`."""
         self._forget_pass()
         # not a decorator: importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
@@ -92,8 +87,7 @@ class BackwardPass(TemporaryHook):
 
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
-    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, and the function must not
-    keep the object."""
+    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, but not vice versa."""
     if not torch.is_grad_enabled():
         return
     if backward.running and not inside_backward():
@@ -164,8 +158,7 @@ def agree_after_backward(
 
 
 def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the groups in which, one after another, a collective reaches all ranks of this model's DTensors (FSDP2,
-    tensor parallelism or both); none without DTensors."""
+    """Return the groups that, in turn, connect all ranks of the model's DTensors; none without DTensors."""
     meshes = (p.device_mesh for p in model.parameters() if is_distributed(p))
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:

@@ -145,7 +145,12 @@ class Connection(DDPBackward):
                 tensor.settle()
             is_whole = not getattr(tensor, "shared_out", False)  # otherwise one rank alone has the master or residual
             for stored in stored_parts(tensor, exact=is_whole):
-                _broadcast(stored, source, self.group)
+                sent = stored.contiguous()
+                message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
+                dist.broadcast(message, dist.get_global_rank(self.group, source), group=self.group)
+                torch.autograd.graph.increment_version([stored])  # not done by a collective; invalidates caches
+                if sent is not stored:
+                    stored.copy_(sent)
 
     def make_states_equal(self, source: int) -> None:
         """Copy the stored optimizer states from rank `source` of the group to all its ranks; learning rates stay."""
@@ -231,8 +236,7 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """Yield (name, weight) of weights in scaled precision and codes of a checkpoint. Raises if DDP does not ignore
-    one."""
+    """Yield (name, weight) of scaled weights and checkpoint codes. Raises if DDP does not ignore one."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
         if isinstance(parameter, (ScaledTensor, BlockCodes)):
@@ -275,15 +279,6 @@ def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     )
 
 
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    sent = tensor.contiguous()
-    message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
-    dist.broadcast(message, dist.get_global_rank(group, source), group=group)
-    torch.autograd.graph.increment_version([tensor])  # not done by a collective; invalidates caches
-    if sent is not tensor:
-        tensor.copy_(sent)
-
-
 def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
     ours = [state for hook, state in ddp._comm_hooks if hook is fp8_all_reduce]
     if any(isinstance(state, HookState) for state in ours):
@@ -306,8 +301,7 @@ def _refuse_hooks(hooks: Iterable[Callable]) -> NoReturn:
 
 
 class _Connected:
-    """Extend a connected DDP: refuse communication hooks besides weights in scaled precision, and join FP8 collectives
-    on a rank without inputs (`torch.distributed.algorithms.Join`)."""
+    """Extend a connected DDP: refuse other communication hooks, and join FP8 collectives of a rank without inputs."""
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
         """Register as DDP does. Raises `FP8BackendError` if a level's gradients would bypass the hook."""
@@ -463,8 +457,7 @@ class SharedOut:
         return self._owner.get(id(weight), self.rank) == self.rank
 
     def refuse_local_step(self, *_) -> None:
-        """Raise `FP8BackendError` before a step with gradients that were not reduced: the owner of a weight would step
-        with its own gradient only, and lose the others'. A step pre-hook."""
+        """Refuse a step with gradients that were not reduced: an owner would lose the other ranks'. A pre-hook."""
         if self.at_home and any(weight.grad is not None for weight in self.weights):
             raise FP8BackendError(
                 "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "

@@ -144,8 +144,7 @@ class FP8ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], in order on the current
-        stream."""
+        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], on the current stream."""
         if op == dist.ReduceOp.AVG:
             factor = 1.0 / group.size()
         elif op == dist.ReduceOp.SUM:
@@ -199,11 +198,8 @@ class Travelling(Protocol):
 
 
 def connect_weights(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
-    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent.
-
-    Raises:
-        FP8BackendError: this torch has a different FSDP2.
-    """
+    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent. Raises `FP8BackendError` if this torch
+    has a different FSDP2."""
     modules = list(fsdp_modules(root).values())
     if not modules or not (travelling or any(_GATHERS in module.__dict__ for module in modules)):
         return
@@ -297,8 +293,7 @@ class WeightShard:
         return self.tensor, self.process_group.rank() * self.parameter.padded_sharded_param_size[0], shape
 
     def settle(self, travels: bool) -> None:
-        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight in the other form, or with
-        outdated codes."""
+        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight whose form changes."""
         if self.travels != travels or (travels and self.codes.change_in_forward):
             self.group.wait_for_unshard()
             for module in self.group.modules:

@@ -147,8 +147,7 @@ class GradientReducer:
         self.in_flight.append(reduction)
 
     def _used_somewhere(self, contributes: bool) -> list[bool]:
-        """Return the parameters with a gradient on any rank; others get none, as in DDP. The host waits for the device
-        only on a rank without some gradient."""
+        """Return the parameters with a gradient on any rank. Only a rank without some gradient waits for the device."""
         device, here = self.parameters[0].device, self.used
         if all(here):
             used = torch.ones(len(here), dtype=torch.uint8, device=device)
@@ -272,7 +271,9 @@ def fp8_all_reduce(state, bucket):
     future = torch.futures.Future(devices=[values.device] if values.device.type == "cuda" else None)
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
-        gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))
+        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        starts = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)  # each at a multiple of BLOCK
+        gradients = [Part(part, start) for part, start in zip(values.split(sizes), starts, strict=False)]
         reduction = AllReduce(gradients, state.group, rounded=True)
         if state.in_flight:
             state.in_flight[-1][0].start_second_shot()
@@ -283,9 +284,3 @@ def fp8_all_reduce(state, bucket):
                 future_mean.set_result(values)
             state.in_flight.clear()
     return future
-
-
-def _aligned(gradients: tuple[torch.Tensor, ...]) -> list[Part]:
-    """Place the gradients one after another, each at a multiple of BLOCK."""
-    starts = accumulate((-(-len(gradient) // BLOCK) * BLOCK for gradient in gradients), initial=0)
-    return [Part(gradient, start) for gradient, start in zip(gradients, starts, strict=False)]

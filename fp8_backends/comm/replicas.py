@@ -84,12 +84,8 @@ class Held(NamedTuple):
 
 
 def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Held]:
-    """Yield the storage of a model's replicated weights, and its scaling states. Parameters on the user's ignore list
-    are left out, and so are buffers, which DDP copies by its own rules.
-
-    Args:
-        states: names and live states of scaling rules.
-    """
+    """Yield the storage of a model's replicated weights and the (name, live state) of scaling rules. Ignored parameters
+    are left out, and so are buffers, which DDP copies by its own rules."""
     groups = rank_groups(model)
     ignored = set()
     for wrapper in _wrappers(model):
@@ -112,8 +108,7 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the bits of each tensor as integers: int64 [tensors], independent of the order. One differing bit always
-    shows."""
+    """Sum the bits of each tensor as integers: int64 [tensors], in any order. One differing bit always shows."""
     sums = []
     for tensor in tensors:
         plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -130,8 +130,7 @@ class _Pending(NamedTuple):
 
 
 def _for_vectors(columns: int) -> int:
-    """Return the length of a row in a message. A long row gets a few zeros, for a multiple of 16 bytes: GPUs then read
-    and write whole vectors."""
+    """Return the length of a row in a message: a multiple of 16 bytes if long, so that GPUs move whole vectors."""
     return columns if columns < LONG else -(-columns // (16 * BLOCK)) * 16 * BLOCK
 
 

@@ -114,8 +114,7 @@ PRODUCTS = {
 
 
 def product_named(name: str) -> Product:
-    """Return the chip with a name: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper". Raises
-    `RecipeError`, with the nearest name, for any other."""
+    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with the nearest name."""
     key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
     check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]

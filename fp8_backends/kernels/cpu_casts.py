@@ -244,8 +244,7 @@ _thread = threading.local()
 
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return a thread's uninitialized buffer of that name, up to a limit: faulting in fresh pages costs more than the
-    arithmetic."""
+    """Return a thread's uninitialized buffer of that name, up to a limit: fresh pages cost more than arithmetic."""
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_SCRATCH:
         return torch.empty(shape, dtype=dtype)

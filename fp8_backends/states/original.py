@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..errors import BackendUnavailableError, RecipeError
-
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
+from ..recipes.handlers import Recipe
 
 UNREADABLE = (
     *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func"),

@@ -38,12 +38,8 @@ def first_element(p: torch.Tensor) -> int:
 
 
 def agree(values: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the maximum of each value over the ranks of the DTensor at its place in `shards`: one all-reduce for each
-    group of ranks.
-
-    Args:
-        values: FP32, 0-dim. A value that is not finite becomes inf.
-    """
+    """Return the maximum of each value (FP32, 0-dim; inf if not finite) over the ranks of the DTensor at its place in
+    `shards`: one all-reduce for each group of ranks."""
     agreed = list(values)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, shard in enumerate(shards):
@@ -71,8 +67,7 @@ def shard_of(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return for each DTensor whether its gradient is finite on all ranks: bool, 0-dim. None for other parameters: the
-    step checks their gradients itself."""
+    """Return for each DTensor whether its gradient is finite on all ranks: bool, 0-dim. None for other parameters."""
     finite: list[torch.Tensor | None] = [None] * len(parameters)
     places = [i for i, p in enumerate(parameters) if is_distributed(p)]
     not_finite = _not_finite([gradients[i] for i in places])
@@ -82,8 +77,7 @@ def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tens
 
 
 def _not_finite(gradients: Sequence[Slot]) -> list[torch.Tensor]:
-    """Return 1 for each gradient that is not finite, else 0: FP32, 0-dim. Single scales of one device are read
-    together."""
+    """Return 1 for each gradient that is not finite, else 0: FP32, 0-dim. Reads single scales together."""
     by_device: dict[torch.device, list[int]] = {}
     for i, slot in enumerate(gradients):
         if slot.scale_inv is not None and not slot.block_size and slot.data.dtype.itemsize == 1:
@@ -96,8 +90,7 @@ def _not_finite(gradients: Sequence[Slot]) -> list[torch.Tensor]:
 
 
 def run_agreed(steps: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Run the three parts of a step over parameters with DTensors among them (`AdamSteps`, or any other with its
-    methods). Between the parts, the ranks agree on all amaxes at once."""
+    """Run the three parts of a step, such as `AdamSteps`, over DTensors. Between them, the ranks agree on amaxes."""
     amaxes = steps.amaxes()
     _agree_on_amaxes(amaxes, parameters)
     stored = [[amax] for amax in steps.write(amaxes)]
@@ -106,8 +99,7 @@ def run_agreed(steps: Any, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _agree_on_amaxes(amaxes: list[list[torch.Tensor | None]], parameters: Sequence[torch.Tensor]) -> None:
-    """Replace each DTensor's whole-tensor amaxes (0-dim) by the maximum over ranks. None and block amaxes, [blocks],
-    stay."""
+    """Replace DTensors' whole-tensor amaxes (0-dim) by the maximum over ranks. None and block amaxes stay."""
     places = [
         (i, j)
         for i, p in enumerate(parameters)

@@ -23,8 +23,7 @@ from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows: a `comm.fsdp2.Travelling`, documented there. Codes and scales
-    have the weight's layout."""
+    """The codes of one layer's weight, sharded by rows, in the weight's layout: a `comm.fsdp2.Travelling`."""
 
     dimensions = 2
     """The dimensions of the weight."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -79,8 +79,11 @@ class Region:
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
-        if records and _reduces_over_ranks(state) and _inside_pipeline():
-            raise RecipeError(DELAYED_PIPELINE)
+        delayed = records and state.te_recipe.delayed() and distributed.is_available() and distributed.is_initialized()
+        if delayed and distributed.get_world_size() > 1:
+            names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+            if "torch.distributed.pipelining.stage" in names:
+                raise RecipeError(DELAYED_PIPELINE)
         self.records = records
         self._autocast = autocast(state.te_recipe)
 
@@ -92,20 +95,6 @@ class Region:
         # TransformerEngine updates scales if gradients are on
         with contextlib.nullcontext() if self.records else torch.no_grad():
             self._autocast.__exit__(None, None, None)
-
-
-def _reduces_over_ranks(state: ModelState) -> bool:
-    if not state.te_recipe.delayed():
-        return False
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _inside_pipeline() -> bool:
-    """Return True inside the forward of a stage of `torch.distributed.pipelining`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
-        frame = frame.f_back
-    return frame is not None
 
 
 class Opened(NamedTuple):
@@ -180,13 +169,8 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 def _running_calls() -> list[FrameType | None]:
     """Return this thread's module calls, the innermost first, then None for compiled ones, without a frame."""
-    calls: list[FrameType | None] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            calls.append(frame)
-        frame = frame.f_back
-    return [*calls, None]
+    call = nn.Module._call_impl.__code__
+    return [*(frame for frame, _ in traceback.walk_stack(None) if frame.f_code is call), None]
 
 
 def _layers(root: nn.Module, state: ModelState) -> list[nn.Module]:

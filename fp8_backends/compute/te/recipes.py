@@ -102,8 +102,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def device_support(scaling: str) -> tuple[bool, str]:
-    """Ask TransformerEngine if its device multiplies by this rule, and for the reason if not. It checks driver and
-    library versions, and raises without a driver."""
+    """Ask TransformerEngine if its device multiplies by this rule, or why not. Raises without a driver."""
     names = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
     name = names.get(scaling, "is_fp8_available")
     try:

@@ -146,8 +146,7 @@ class TorchAOCompute(Compute):
         return "emulated" if module.config.emulate else "ao"
 
     def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast for fprop, or the gradient's cast for dgrad, by TorchAO's formulas. None for a weight that is
-        sharded or gathered in FP8."""
+        """Return TorchAO's cast for fprop, or for dgrad of a gradient; None for a weight sharded or gathered in FP8."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_utils import amax_to_scale
 
