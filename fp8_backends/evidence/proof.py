@@ -25,7 +25,7 @@ from ..convert.weight_products import CONVOLUTION
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
-from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
+from ..torch_tools.modules import EagerHook, is_traced, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
 from .auditing import count_flops, count_products, stored_dtype
 from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
@@ -115,12 +115,12 @@ class FirstStep:
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         # the optimizer's hook stays, without effect after the proof: a running hook cannot remove itself
         optimizer.register_step_post_hook(self.after_step)
-        forward_hook = ForwardHook(self)
-        self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+        hook = EagerHook(self._before_forward)
+        self.hooks = [root.register_forward_pre_hook(hook) for _, root, _ in self.roots]
         for _, _, prepared in self.roots:
             prepared.observed.first_steps.append(self)
 
-    def before_forward(self, root: nn.Module) -> None:
+    def _before_forward(self, root: nn.Module, args) -> None:
         self.forward_seen = True
         if self.step_is_due and not inside_backward():
             self.step_is_due = False
@@ -131,7 +131,7 @@ class FirstStep:
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
                 # late, and never while a compiler traces
-                self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
+                self.hooks.append(root.register_forward_hook(EagerHook(self._after_forward), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
@@ -151,6 +151,10 @@ class FirstStep:
             self._start_profile(begun=root)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
+
+    def _after_forward(self, root: nn.Module, args, output: object) -> None:
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.forget_step()
 
     def begin_anew(self) -> None:
         """Abandon an incomplete profile. The next training forward starts another."""
@@ -223,21 +227,6 @@ class FirstStep:
                 prepared.observed.prove(root)
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
-
-
-class ForwardHook(TemporaryHook):
-    """Notify a `FirstStep` of its model's forwards. Inert in a copied, unpickled or compiled model."""
-
-    def __init__(self, first_step: FirstStep) -> None:
-        self.first_step = first_step
-
-    def __call__(self, module: nn.Module, args, *output: object) -> None:
-        if is_traced():
-            return
-        if not output:
-            self.first_step.before_forward(module)
-        elif output[0] is None and sys.exc_info()[0] is not None:  # the forward raised
-            self.first_step.forget_step()
 
 
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:

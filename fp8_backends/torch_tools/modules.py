@@ -82,15 +82,22 @@ class TemporaryHook:
     """A hook of one model. In a copied or unpickled model it does nothing."""
 
     def __reduce__(self):
-        return _inert_hook, ()
-
-
-def _inert_hook():
-    return _do_nothing
+        return functools.partial, (_do_nothing,)
 
 
 def _do_nothing(*_) -> None:
     pass
+
+
+class EagerHook(TemporaryHook):
+    """Call a function, except in compiled code and in copies of the model."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args) -> None:
+        if not is_traced():
+            self.function(*args)
 
 
 # Replaced forwards

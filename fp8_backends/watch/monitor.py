@@ -38,7 +38,7 @@ from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import local_part
 from ..tensors.statistics import Statistics, read, statistics_of, statistics_of_codes
 from ..torch_tools.backward_end import inside_backward
-from ..torch_tools.modules import CONVERSION, TemporaryHook, is_traced
+from ..torch_tools.modules import CONVERSION, EagerHook, is_traced
 from ..torch_tools.optimizers import steps_of
 from ..words import listed, share
 
@@ -205,10 +205,10 @@ class Sample:
             stance = torch.compiler.set_stance("force_eager")
             self.closing.callback(stance.__exit__, None, None, None)
         for root, prepared, layers in watched if records else ():
-            hook = Hook(self._around_forward)
+            hook = EagerHook(self._around_forward)
             handles = [root.register_forward_pre_hook(hook), root.register_forward_hook(hook, always_call=True)]
             for name, layer in layers.items():
-                hook = Hook(functools.partial(self._after_layer, name, prepared.compute))
+                hook = EagerHook(functools.partial(self._after_layer, name, prepared.compute))
                 # before FSDP2 frees the gathered weight
                 handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
             for handle in handles:
@@ -263,17 +263,6 @@ class Sample:
                         amax = amax.sqrt() if fmt is ROOT8 else amax
                         self.counted[name, tensor] = statistics_of_codes(stored._data, stored._scale_inv, amax, fmt)
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
-
-
-class Hook(TemporaryHook):
-    """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self.call = call
-
-    def __call__(self, *args) -> None:
-        if not is_traced():
-            self.call(*args)
 
 
 # Records
