@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import FP8BackendError
 from ..tensors.block_codes import BlockCodes
 from ..tensors.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
+from ..torch_tools.modules import TemporaryHook
 from .backward import Agreement, BackwardPass, States, agree_after_backward
-from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
+from .reducer import GradientReducer, HookState, fp8_all_reduce
 from .two_shot import all_gather
 
 ATTRIBUTES = (
@@ -86,7 +87,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection.reduce(ddp, weights, gradient_comm, watch)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
-    agree_after_backward(ddp, scaling_states, [connection.group], _travels)
+    agree_after_backward(ddp, scaling_states, [connection.group])
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
@@ -99,21 +100,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             connection.optimizers.add(optimizer)
 
 
-class DDPBackward(BackwardPass):
-    """Backward passes of one DDP with a reduction."""
-
-    def __init__(self) -> None:
-        super().__init__(_travels)
-
-    @property
-    def triggered(self) -> bool:
-        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's `trigger_sync_in_backward` sets both
-        flags; a forward under `no_sync` clears the second."""
-        ddp = self.stayed()
-        return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
-
-
-class Connection(DDPBackward):
+class Connection(BackwardPass):
     """Connect one DDP: a forward hook with the process group of all FP8 traffic."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -174,7 +161,7 @@ class Connection(DDPBackward):
         return [*weights, *(state for agreement in agreements for state in agreement.states())]
 
 
-class GradientArrives:
+class GradientArrives(TemporaryHook):
     """Post-accumulate-grad hook of a scaled weight under DDP."""
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -204,9 +191,6 @@ class GradientArrives:
             # without a reduction, the gradient stays in FP32 until the last microbatch: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)
-
-    def __reduce__(self):
-        return nothing, ()
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
@@ -247,10 +231,6 @@ def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Para
                     f"ddp = DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
                 )
             yield name, parameter
-
-
-def _travels(ddp: nn.Module) -> bool:
-    return ddp.require_backward_grad_sync
 
 
 def _install(ddp: DistributedDataParallel) -> Connection:

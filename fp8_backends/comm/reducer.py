@@ -26,6 +26,7 @@ from ..formats.formats import E4M3
 from ..kernels.triton_gate import on_device
 from ..tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
 from ..tensors.sharded_tensor import agreed_over
+from ..torch_tools.modules import TemporaryHook
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
@@ -243,20 +244,13 @@ class SideStream:
 # DDP's own buckets
 
 
-class HookState:
-    """State of the communication hook, for one backward pass."""
+class HookState(TemporaryHook):
+    """State of the communication hook, for one backward pass; a copied DDP has no such hook."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.side_stream = group, SideStream(device)
         self.in_flight: list[tuple[AllReduce, list[Part], torch.Tensor, torch.futures.Future]] = []
         """Reduction, gradients in the bucket, the bucket, and DDP's future."""
-
-    def __reduce__(self):
-        return nothing, ()  # a copied DDP has no communication hook
-
-
-def nothing() -> None:
-    """Replace a hook in a copied or unpickled model without a connection."""
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from ..tensors.scaled_tensor import ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part
 from ..torch_tools.modules import plain_name
 from .backward import BackwardPass, mesh_groups
-from .ddp import DDPBackward, wrappers
+from .ddp import wrappers
 from .fsdp2 import fsdp_modules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,14 +41,10 @@ class SharedBackwards:
         """Return the counters of the wrappers in a model, created on the first call."""
         counters = []
         for wrapper in _wrappers(model):
-            backward = BackwardPass.find(wrapper)
-            if backward is None:
-                is_ddp = isinstance(wrapper, DistributedDataParallel)
-                backward = DDPBackward() if is_ddp else BackwardPass(lambda module: True)
-                wrapper.register_forward_hook(backward)
-            counter = next((one for one in backward.collectives if isinstance(one, cls)), None)
+            collectives = BackwardPass.of(wrapper).collectives
+            counter = next((one for one in collectives if isinstance(one, cls)), None)
             if counter is None:
-                backward.collectives.append(counter := cls())
+                collectives.append(counter := cls())
             counters.append(counter)
         return counters
 
