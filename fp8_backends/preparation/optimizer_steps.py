@@ -51,7 +51,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     features.run("after_proof", models, inner, recipe)
     if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
-        scaling_state.StateDictHooks(inner, after_step.modules_of)
+        scaling_state.add_to_state_dict(inner, after_step.modules_of)
     after_step.add(models)
     ddp.follow(inner)
 

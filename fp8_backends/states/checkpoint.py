@@ -22,7 +22,7 @@ from ..formats.formats import FORMAT_OF, Range, check_values
 from ..tensors.encoding import amax_of
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
-from ..torch_tools.optimizers import check_is_optimizer, unwrapped
+from ..torch_tools.optimizers import check_is_optimizer, parameters_by_key, unwrapped
 from ..words import counted
 from .levels import write_weight_shards
 from .sharding import agree, shard_of
@@ -36,7 +36,7 @@ MASTER, STEP = "master_weight", "step"
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with more precision than its dtype
     (scaled FP16 for BF16) as `master_weight`, so that a resumed run is equal to the bit."""
-    for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
+    for key, p in parameters_by_key(optimizer, state_dict).items():
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
@@ -61,9 +61,8 @@ def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
     """Load a state dict that has passed `check_states`: declared states and masters, all else by PyTorch's `load`."""
-    groups = list(optimizer.param_groups)
+    groups, parameters = list(optimizer.param_groups), parameters_by_key(optimizer, state_dict)
     heavy, light = {}, {}
-    parameters = _parameters_of(groups, state_dict)
     for key, state in state_dict["state"].items():
         names = (*optimizer.fp8_declared.roles, *optimizer.fp8_declared.exact_states(parameters[key].shape), MASTER)
         heavy[key] = {name: state[name] for name in names if name in state}
@@ -76,11 +75,6 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
     optimizer.param_groups[:] = groups
     for key, p in parameters.items():
         _load_heavy(optimizer, p, heavy.get(key, {}))
-
-
-def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    return dict(zip(keys, [p for group in groups for p in group["params"]], strict=True))
 
 
 @torch.no_grad()

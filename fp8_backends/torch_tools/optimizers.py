@@ -35,6 +35,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def parameters_by_key(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """Map the keys of states in a state dict to the optimizer's parameters."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(keys, parameters_of(optimizer), strict=True))
+
+
 def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the number of steps in an optimizer's states, loaded ones included; None if they do not count."""
     for state in optimizer.state.values():
