@@ -183,7 +183,10 @@ class Guard:
         self._models: list[weakref.ref[nn.Module]] = []
         self._accelerator: Accelerator | None = None
         self._logged_kinds: set[str] = set()
-        self._window, self._scaling = LossWindow(), ScalingLooks()
+        self._window = LossWindow()
+        self._rolls: torch.Tensor | None = None
+        self._unmoved: torch.Tensor | None = None
+        """Counts of all scaling states: rolls at the last look, and steps since it changed."""
         self._losses: torch.Tensor | None = None
         """FP32 [3], since the last step: sum of the finite losses, number of finite and of non-finite losses."""
         self._after_backward: torch.Tensor | None = None
@@ -273,7 +276,7 @@ class Guard:
         # a fused optimizer skips its step itself when a loss scaler has found an inf
         scaler_looks = getattr(optimizer, "found_inf", None) is not None
         gradients = None if scaler_looks else spoiled(parameters)
-        over, stuck = self._scaling.look(self._roots())
+        over, stuck = self._look_at_scaling(self._roots())
         clipped = None if over is None else scaling.is_clipped(over)
         zeros = torch.zeros(3, dtype=torch.float32, device=parameters[0].device)
         losses = zeros if self._losses is None else self._losses.to(zeros.device)
@@ -282,6 +285,31 @@ class Guard:
         look = Look(self.step, replicas.sum_over(totals, groups), gradients, self._after_backward, over, stuck)
         self._losses = self._after_backward = None
         return look
+
+    def _look_at_scaling(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3], or None."""
+        over, stuck, rolls, records = [], [], [], []
+        for root, prepared in roots:
+            if not (buffers := prepared.compute.scaling_buffers(root)):
+                continue
+            recipe = prepared.recipe
+            states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
+            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
+            warm_from = WINDOW if recipe.scaling == "window" else 1
+            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
+            stuck.append(scaling.is_invalid(states, reads_history))
+            rolls.append(states[..., ROLLS])
+            records.append(states[..., HISTORY] != 0)
+        if not over:
+            return None, None
+        before, self._rolls = self._rolls, torch.cat(rolls)
+        if before is None or before.shape != self._rolls.shape:
+            self._unmoved = torch.zeros_like(self._rolls)
+        else:
+            self._unmoved = torch.where(torch.cat(records) & (self._rolls == before), self._unmoved + 1, 0)
+        frozen = self._unmoved >= FROZEN
+        self._unmoved.masked_fill_(frozen, 0)  # count anew
+        return torch.cat(over), torch.cat(stuck) | frozen
 
     # Name the faults
 
@@ -507,44 +535,8 @@ def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) ->
 # Scaling states, int32 [3, 2 + history length] each: one for a layer, one for each expert
 
 
-class ScalingLooks:
-    """Find faults in the scaling states of prepared roots, and remember how long each has not moved on."""
-
-    def __init__(self) -> None:
-        self._rolls: torch.Tensor | None = None
-        self._unmoved: torch.Tensor | None = None
-
-    def look(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3], or None."""
-        over, stuck, rolls, records = [], [], [], []
-        for root, prepared in roots:
-            if not (buffers := prepared.compute.scaling_buffers(root)):
-                continue
-            recipe = prepared.recipe
-            states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
-            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
-            warm_from = WINDOW if recipe.scaling == "window" else 1
-            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
-            stuck.append(scaling.is_invalid(states, reads_history))
-            rolls.append(states[..., ROLLS])
-            records.append(states[..., HISTORY] != 0)
-        if not over:
-            return None, None
-        return torch.cat(over), torch.cat(stuck) | self._is_frozen(torch.cat(rolls), torch.cat(records))
-
-    def _is_frozen(self, rolls: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Mark states that record and have not moved on for FROZEN steps, and restart their count."""
-        if self._rolls is None or self._rolls.shape != rolls.shape:
-            self._unmoved = torch.zeros_like(rolls)
-        else:
-            self._unmoved = torch.where(records & (rolls == self._rolls), self._unmoved + 1, 0)
-        self._rolls, frozen = rolls, self._unmoved >= FROZEN
-        self._unmoved.masked_fill_(frozen, 0)
-        return frozen
-
-
 def _named_states(roots: Roots) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
-    """Yield layer name, recipe and live state, the states of experts as one tensor, in the order of `look`."""
+    """Yield layer name, recipe and live state, the states of experts as one tensor, in a fixed order."""
     for root, prepared in roots:
         if buffers := prepared.compute.scaling_buffers(root):
             for name, state in zip(prepared.compute.scaling_state(root), buffers, strict=True):
