@@ -108,9 +108,7 @@ class GradientGap:
         try:
             work = copy.deepcopy(self.model)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise FP8BackendError(
-                f"this model cannot be copied, and recipes are measured on copies: {error}"
-            ) from error
+            raise FP8BackendError(f"the model cannot be copied, and recipes are measured on copies: {error}") from error
         conversion.restore(work)
         return work if work.training else work.train()
 
@@ -146,9 +144,7 @@ class GradientGap:
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     loss = self.loss(work, batch)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    raise FP8BackendError(
-                        "the loss of a batch must be a tensor of one element that requires a gradient"
-                    )
+                    raise FP8BackendError("a batch's loss must be a tensor of one element that requires a gradient")
                 loss.backward()
             prepared = work.__dict__.get(conversion.PREPARED)
             if prepared is not None:
@@ -418,9 +414,7 @@ class _Search:
         work, prepared = gap.prepared(recipe)
         flops = count_flops(work, prepared, None, gap.work)
         if not flops.in_fp8:
-            raise FP8BackendError(
-                f"{recipe.name}: no product of a weight ran in FP8 in these batches: {prepared.report}"
-            )
+            raise FP8BackendError(f"{recipe.name}: no product of a weight ran in FP8 in the batches: {prepared.report}")
         self.given_flops = flops.in_fp8
         self.layers = {
             product.name: gap.work[product.name].flops if product.name in gap.work else product.flops

@@ -87,10 +87,7 @@ def in_columns(rows: Rows, gap: int = 2, justify: Literal["left", "right"] = "le
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     """Collect names that differ only in a number: `layers.*.q_proj`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    return groups
+    return dict(by_reason((name, re.sub(r"\b\d+\b", "*", name)) for name in names))
 
 
 def as_html(title: str, *tables: Rows) -> str:

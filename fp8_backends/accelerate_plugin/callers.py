@@ -80,7 +80,5 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
         if by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None:
             if precision == "bf16":
                 return recipe
-            raise RecipeError(
-                f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead"
-            )
+            raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True")
     return recipe.replace(autocast_dtype=precision)

@@ -74,9 +74,7 @@ def save(
         except FP8BackendError as error:
             on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
             rest = f"The new files are in {holder}" if staging.exists() else "The new files are removed"
-            raise FP8BackendError(
-                f"{error}. A checkpoint that was there before is as it was. {rest}"
-            ) from error.__cause__
+            raise FP8BackendError(f"{error}. An earlier checkpoint there is as it was. {rest}") from error.__cause__
         on_all_ranks(f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None)
         if total_limit is not None:
             on_all_ranks(

@@ -70,23 +70,19 @@ def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tens
     """Return for each DTensor whether its gradient is finite on all ranks: bool, 0-dim. None for other parameters."""
     finite: list[torch.Tensor | None] = [None] * len(parameters)
     places = [i for i, p in enumerate(parameters) if is_distributed(p)]
-    not_finite = _not_finite([gradients[i] for i in places])
-    for i, amax in zip(places, agree(not_finite, [parameters[i] for i in places]), strict=True):
-        finite[i] = amax == 0
-    return finite
-
-
-def _not_finite(gradients: Sequence[Slot]) -> list[torch.Tensor]:
-    """Return 1 for each gradient that is not finite, else 0: FP32, 0-dim. Reads single scales together."""
-    by_device: dict[torch.device, list[int]] = {}
-    for i, slot in enumerate(gradients):
+    by_device: dict[torch.device, list[int]] = {}  # single scales, to be read together
+    for i in places:
+        slot = gradients[i]
         if slot.scale_inv is not None and not slot.block_size and slot.data.dtype.itemsize == 1:
             by_device.setdefault(slot.data.device, []).append(i)
     flags = {}
     for members in by_device.values():
         scales = torch.stack([gradients[i].scale_inv.detach() for i in members])
         flags |= zip(members, (~torch.isfinite(scales)).float().unbind(), strict=True)
-    return [flags[i] if i in flags else (~is_finite(slot)).float() for i, slot in enumerate(gradients)]
+    not_finite = [flags[i] if i in flags else (~is_finite(gradients[i])).float() for i in places]
+    for i, amax in zip(places, agree(not_finite, [parameters[i] for i in places]), strict=True):
+        finite[i] = amax == 0
+    return finite
 
 
 def run_agreed(steps: Any, parameters: Sequence[torch.Tensor]) -> None:

@@ -517,9 +517,7 @@ def _foreach_times_(func, tensors, other):
     scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
         if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            scales.setdefault(tensor.device, []).append(
-                tensor._scale_inv
-            )  # the scale is all that changes in a gradient
+            scales.setdefault(tensor.device, []).append(tensor._scale_inv)  # all that changes in a gradient
         else:
             tensor.div_(other) if divides else tensor.mul_(other)
     for device, together in scales.items():

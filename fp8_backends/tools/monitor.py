@@ -24,9 +24,7 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
 """Name a tensor this many decibels below the format's usual SQNR: its error has twice the energy."""
 _NAMED = NOTABLE | {
-    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (
-        (lost_db(entry) or 0.0) > MUCH_LOST_DB
-    )
+    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (lost_db(entry) or 0) > MUCH_LOST_DB
 }
 _CURVES, _HISTOGRAMS, _ROWS = 7, 9, 20
 """Lines of a chart, histograms, and rows of a folded table."""

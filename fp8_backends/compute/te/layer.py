@@ -107,14 +107,22 @@ class Opened(NamedTuple):
     """The frame of its module call."""
 
 
-class _Thread(threading.local):
-    """The running forwards of all models in this thread, the innermost last."""
+class _Running(threading.local):
+    """What runs in this thread: forwards of models, and the layer that multiplies."""
+
+    forward: ProductCounts | None = None
+    backward: ProductCounts | None = None
+    due: frozenset[str] = frozenset()
+    """The products to come of the backward's layer."""
+    task: int = -1
+    """The backward pass of `backward`, by autograd's number."""
 
     def __init__(self) -> None:
         self.opened: list[Opened] = []
+        """The forwards of all models, the innermost last."""
 
 
-_thread = _Thread()
+_running = _Running()
 
 
 class AroundRoot:
@@ -134,37 +142,31 @@ class AroundRoot:
     @torch.compiler.disable
     def _enter(self, root: nn.Module) -> None:
         calls = _running_calls()
-        _leave_interrupted(calls)
+        while _running.opened and _running.opened[-1].call not in calls:
+            ended = _running.opened.pop()  # by a KeyboardInterrupt: hooks do not run then
+            if ended.region is not None:
+                ended.state.region, ended.region.records = None, False
+                ended.region.__exit__()
         region = None
         if self.state.region is None and not inside_backward():  # else every layer enters its own
             region = Region(self.state, records=root.training and torch.is_grad_enabled()).__enter__()
             self.state.region = region
-        _thread.opened.append(Opened(self.state, region, calls[0]))
+        _running.opened.append(Opened(self.state, region, calls[0]))
         if region is not None and self.state.te_recipe.delayed():
             for layer in _layers(root, self.state):
                 layer.ensure_state()  # all of them in one order, so that ranks reduce the same amaxes
 
     @torch.compiler.disable
     def _leave(self, root: nn.Module) -> None:
-        last = _thread.opened[-1] if _thread.opened else None
+        last = _running.opened[-1] if _running.opened else None
         if last is None or last.state is not self.state or last.call not in _running_calls():
             return  # this forward did not enter, or an earlier one was interrupted
-        _thread.opened.pop()
+        _running.opened.pop()
         if last.region is not None:
             self.state.region = None
             if last.region.records:
                 remember_scales(_layers(root, self.state))
             last.region.__exit__()
-
-
-def _leave_interrupted(calls: list[FrameType | None]) -> None:
-    """Leave the regions of forwards that a KeyboardInterrupt ended: hooks do not run then."""
-    while _thread.opened and _thread.opened[-1].call not in calls:
-        interrupted = _thread.opened.pop()
-        if interrupted.region is not None:
-            interrupted.state.region = None
-            interrupted.region.records = False
-            interrupted.region.__exit__()
 
 
 def _running_calls() -> list[FrameType | None]:
@@ -193,20 +195,6 @@ _PLACES = (
 )
 """The functions that multiply, where TransformerEngine's linear layers look them up."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
-
-
-class _Running(threading.local):
-    """The counts of the layer that multiplies in this thread."""
-
-    forward: ProductCounts | None = None
-    backward: ProductCounts | None = None
-    due: frozenset[str] = frozenset()
-    """The products to come of the backward's layer."""
-    task: int = -1
-    """The backward pass of `backward`, by autograd's number."""
-
-
-_running = _Running()
 
 
 def _count_products() -> None:

@@ -67,10 +67,18 @@ class TorchAOCompute(Compute):
         return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.config is not None:
-            _check_config(recipe)
-        elif recipe.scaling == "custom":
+        config = recipe.config
+        if config is None and recipe.scaling == "custom":
             raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
+        for field in CONFIG_OPTIONS if config is not None else ():
+            given = getattr(recipe, field) if field in recipe.given else None
+            if given is not None and given != getattr(config, field):
+                raise RecipeError(
+                    f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
+                    f"so say it there and leave {field} out"
+                )
+        if config is not None and "scaling" in recipe.given and recipe.scaling != (casts := scaling_of(config)):
+            raise RecipeError(f"ao:{recipe.scaling} and a config with {casts} casts disagree: leave one of the two out")
         if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
@@ -193,21 +201,6 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
         emulate=_products_are_emulated(),
         enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
-
-
-def _check_config(recipe: Recipe) -> None:
-    config, scaling = recipe.config, scaling_of(recipe.config)
-    for field in CONFIG_OPTIONS:
-        given = getattr(recipe, field) if field in recipe.given else None
-        if given is not None and given != getattr(config, field):
-            raise RecipeError(
-                f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
-                f"so say it there and leave {field} out"
-            )
-    if "scaling" in recipe.given and scaling != recipe.scaling:
-        raise RecipeError(
-            f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
-        )
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:

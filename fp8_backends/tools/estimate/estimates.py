@@ -147,8 +147,9 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
         result.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
         return result
-    of_te, of_release = sharding == "fsdp2" and _is_te(recipe), sharding == "ddp" and _releases(recipe)
-    key = (backend, id(recipe), sharding in DEEPSPEED, of_te, of_release)
+    is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
+    kind = sharding in DEEPSPEED, is_te and sharding == "fsdp2", releases and sharding == "ddp"
+    key = (backend, id(recipe), *kind)
     try:
         growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:
@@ -164,7 +165,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
 
     if recipe is not None and recipe.saved_activations != "off":
         result.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
-    if _is_te(recipe):
+    if is_te:
         result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     if workload.devices > 1:
         note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
@@ -251,7 +252,7 @@ def trace_model(
         recipe=recipe,
         autocast=autocast,
         checkpointing=workload.checkpointing,
-        releases="none" if not _releases(recipe) else "scaled" if sharding == "ddp" else "all",
+        releases=("scaled" if sharding == "ddp" else "all") if getattr(recipe, "gradient_release", False) else "none",
     )
 
     def make_batch() -> dict[str, torch.Tensor]:
@@ -259,17 +260,9 @@ def trace_model(
         return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
     trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
-    if _is_te(recipe):
+    if getattr(recipe, "compute", "") == "te":
         _add_te_codes(trace, recipe, sharding)
     return trace
-
-
-def _releases(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.gradient_release
-
-
-def _is_te(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.compute == "te"
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:

@@ -96,9 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self._answers += 1
             if self._answers > MOST_ANSWERS:
-                raise FP8BackendError(
-                    "the code of this model asks for values of tensors without end, and here are none"
-                )
+                raise FP8BackendError("the code of the model asks for values of tensors without end, and here are none")
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._grouped_mm.default:
