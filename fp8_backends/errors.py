@@ -1,7 +1,5 @@
 """The errors of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Write numbers, names, values and tables the same way in every report."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

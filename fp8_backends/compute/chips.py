@@ -5,8 +5,6 @@ and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions,
 speed (TransformerEngine issue 972, torchtitan issue 548).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 from .fields import check_known, parsed, word

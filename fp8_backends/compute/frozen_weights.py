@@ -4,8 +4,6 @@ A weight that trains is refused: an update of ordinary size is smaller than half
 rounds to nearest would lose nearly all of them. The levels from O3 on train FP8 weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

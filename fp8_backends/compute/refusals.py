@@ -5,8 +5,6 @@ derivative would silently lack their terms. Tensor parallelism comes before `pre
 other codes, and the optimizer would keep Parameters that left the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Measure a live model: FP8 products by layer and kind, their share of FLOPs, dtypes and bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

@@ -12,8 +12,6 @@ A layer's state is an int32 tensor of FP32 bits: wrappers cast every floating-po
 bf16 is a wrong scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

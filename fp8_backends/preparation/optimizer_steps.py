@@ -1,7 +1,5 @@
 """Follow the steps of an optimizer that trains prepared models."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Connect a prepared model to the other ranks: gradients, scaling states, weights as codes."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 

@@ -4,8 +4,6 @@ The stronger place wins, field by field. A field from a weaker place that the ch
 unless it is a default that the place fills in.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any

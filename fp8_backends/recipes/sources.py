@@ -1,8 +1,6 @@
 """Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as fields of
 `FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import difflib

@@ -3,8 +3,6 @@
 COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ..compute import registry

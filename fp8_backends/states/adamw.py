@@ -6,8 +6,6 @@ parameters if the device has one (`kernels`). PyTorch's own implementation steps
 with FP32 states (O1, or tensors of fewer than 4096 elements).
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Sequence

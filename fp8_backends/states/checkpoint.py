@@ -6,8 +6,6 @@ again: the grid of their own amax holds all of them. A state of a DTensor is sav
 checkpoint is written (`whole_states`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ Under DDP the reducer of scaled weights calls `take`; parameters reduced by DDP 
 early, and are stepped in `step()`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ A weight changes inside its Parameter object. A complete gradient becomes E4M3 a
 high precision. While microbatches accumulate, a gradient is FP32 and rounds once at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

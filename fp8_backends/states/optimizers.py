@@ -5,8 +5,6 @@ and now stores its states at a level (the table in `levels.py`). To add an optim
 `scaled_states.ScaledStates` and list it in `CONVERTED`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import weakref

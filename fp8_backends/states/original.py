@@ -4,8 +4,6 @@ It needs PyTorch 2.1, a patched NCCL and a build from source, and no package ind
 the whole process and returns new model and optimizer objects; its training is not counted or audited.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

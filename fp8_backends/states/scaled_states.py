@@ -8,8 +8,6 @@ On several ranks a step works on the local part of each parameter (`LocalView`):
 on by the ranks (`sharding.py`); whole weights under DDP, at O3 and O4 those of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

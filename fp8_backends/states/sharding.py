@@ -5,8 +5,6 @@ with one scale, the ranks agree on the amax; with block scales (O4) a block is o
 O4, each rank owns whole weights (`comm.ddp.SharedOut`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

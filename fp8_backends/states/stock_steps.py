@@ -5,8 +5,6 @@ all of it, and the results are rounded to their storage, with scales from their 
 gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are stepped in place.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real

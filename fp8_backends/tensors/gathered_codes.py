@@ -4,8 +4,6 @@ It replaces the weight until FSDP2 frees the gathered memory. The high-precision
 so every other read raises.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.utils._pytree import tree_leaves
 

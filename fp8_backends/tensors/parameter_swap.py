@@ -3,8 +3,6 @@
 `torch.utils.swap_tensors` also swaps the user's attributes and hooks, and drops the gradient; they are kept here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

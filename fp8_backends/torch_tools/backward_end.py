@@ -1,7 +1,5 @@
 """Autograd's engine: the running backward pass, and callbacks for its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

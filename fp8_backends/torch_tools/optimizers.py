@@ -1,7 +1,5 @@
 """Look into PyTorch optimizers and wrappers around them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -5,8 +5,6 @@ for the weight, each row or column, or each block. No scale travels: every rank 
 agree only on the exponents, in eight bits: they never fall as the amax rises. Experts are whole on a rank.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

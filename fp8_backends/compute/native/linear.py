@@ -1,7 +1,5 @@
 """Define `FP8Linear`, a layer of `native`, and the autograd function of its products; `FP8Conv1D` shares both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

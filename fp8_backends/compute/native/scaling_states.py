@@ -6,8 +6,6 @@ first. Backward's notes therefore go through two operators that change memory wi
 they are kept without a reader of their result, run in order, and never run again by recomputation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any

@@ -5,8 +5,6 @@ formula. The result has the autocast dtype if autocast is on, else the weight's;
 autocast. Evaluation runs the original class, as in the linear layers. Imports TransformerEngine only at a swap.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import functools
