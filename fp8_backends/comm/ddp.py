@@ -6,8 +6,6 @@ gradients, with gradient_comm="fp8" by a communication hook. FP8 traffic has a p
 a group must start in the same order on all ranks, and DDP's order depends on the arrival of gradients.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn

@@ -10,8 +10,6 @@ ranks. DDP rebuilds its buckets after the first backward pass, also in a resumed
 a gradient's place: each starts at a multiple of the collective's block, and every contribution is rounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from itertools import accumulate

@@ -9,8 +9,6 @@ rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A bl
 power of two, as rows of a gradient may differ by more than E4M3's range; NaN for a block with an inf or a NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
