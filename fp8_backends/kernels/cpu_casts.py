@@ -4,8 +4,6 @@ Page faults on large FP32 copies cost more than the arithmetic. Codes are decode
 through a table: five times faster than torch's E4M3 cast. Nothing here is traced: some values are read on the host.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

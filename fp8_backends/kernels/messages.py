@@ -9,8 +9,6 @@ PyTorch operations process chunks that stay in a CPU core's cache; on a GPU the 
 arbitrarily in a non-finite block, with its scale of NaN.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Environment variable `FP8_BACKENDS_TRITON`: `0`, set before a GPU's first tensor
 `interpret`, with Triton's own `TRITON_INTERPRET=1`, runs the kernels on CPU tensors, slowly, for tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -8,8 +8,6 @@ its data. `copy_` and other writes of all values store them rounded at once.
 The implementations registered below work on data and scale directly, or do not compute values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
