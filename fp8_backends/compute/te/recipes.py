@@ -3,10 +3,8 @@
 Imports TransformerEngine, so it is imported when `te` runs.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch  # noqa: F401, before TransformerEngine, which needs the libraries loaded by torch
 import transformer_engine.pytorch as te
@@ -14,14 +12,12 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, RecipeError
+from ..interface import Recipe
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 except ImportError:  # before 2.9
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, RecipeState
-
-if TYPE_CHECKING:
-    from ..interface import Recipe
 
 __all__ = ["FP8GlobalStateManager", "QuantizedTensor", "RecipeState", "te_recipe"]
 

@@ -10,16 +10,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import FP8BackendError
 from ...words import counted, first_line, shortened
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _TOKENS, _IMAGES, _SPECTROGRAMS = "input_ids", "pixel_values", "input_features"
 _WITH_LOSS = {
@@ -54,7 +51,8 @@ class ModelShape:
     """A model of variable depth."""
 
     title: str
-    config: PretrainedConfig
+    config: Any
+    """Of transformers."""
 
     @property
     def layers(self) -> int:
@@ -241,7 +239,7 @@ _TABLES = (
 )
 
 
-def _model_class(config: PretrainedConfig) -> Any:
+def _model_class(config: Any) -> Any:
     """Return a class for training, named by the configuration or of its type. Raises `FP8BackendError`."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
