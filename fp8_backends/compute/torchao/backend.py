@@ -60,8 +60,6 @@ class TorchAOCompute(Compute):
         if importlib.util.find_spec("torchao") is None:
             return Availability(False, "TorchAO is not installed", "pip install torchao")
         version = hardware.version("torchao")
-        if not hasattr(torch, "_scaled_mm"):
-            return Availability(False, f"torch {torch.__version__} has no FP8 product", "install torch 2.8 or newer")
         if _products_are_emulated():
             return Availability(True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster")
         return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
