@@ -5,7 +5,6 @@ import copy
 import math
 import os
 import random
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from .recipes.handlers import Recipe, Spec, resolve
 from .recipes.strings import canonical_name
 from .rules.validate import validate
 from .tensors.sharded_tensor import is_distributed
-from .words import as_html, finite, first_line, listed, share
+from .words import as_html, by_pattern, finite, first_line, in_columns, listed, share
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -42,8 +41,7 @@ BROKEN = 0.5
 WARM_UP = 2
 """Passes of the first batch before a measurement, for scaling rules with a history."""
 NOISE = 0.1
-"""Largest mean error of a counted gradient without FP8. A key's bias, to which softmax is blind, has more: FP8's
-rounding is at least sixteen times as coarse, and would leave nothing of it."""
+"""Largest mean error of a counted gradient without FP8. A key's bias has more: softmax is blind to it."""
 SHOWN = 5
 _FAILURES = (FP8BackendError, RuntimeError)
 """Failures of one trial: a refused recipe, or an operator, such as for memory."""
@@ -110,9 +108,7 @@ class GradientGap:
         try:
             work = copy.deepcopy(self.model)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise FP8BackendError(
-                f"this model cannot be copied, and recipes are measured on copies: {error}"
-            ) from error
+            raise FP8BackendError(f"the model cannot be copied, and recipes are measured on copies: {error}") from error
         conversion.restore(work)
         return work if work.training else work.train()
 
@@ -148,9 +144,7 @@ class GradientGap:
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     loss = self.loss(work, batch)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    raise FP8BackendError(
-                        "the loss of a batch must be a tensor of one element that requires a gradient"
-                    )
+                    raise FP8BackendError("a batch's loss must be a tensor of one element that requires a gradient")
                 loss.backward()
             prepared = work.__dict__.get(conversion.PREPARED)
             if prepared is not None:
@@ -253,11 +247,9 @@ class Alone(NamedTuple):
 
     def parts(self) -> list[tuple[str, ...]]:
         """Split the layers by names without numbers if this gives few groups, otherwise in halves."""
-        by_pattern: dict[str, list[str]] = {}
-        for name in self.names:
-            by_pattern.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-        if 1 < len(by_pattern) <= GROUPS:
-            return [tuple(names) for names in by_pattern.values()]
+        groups = by_pattern(self.names)
+        if 1 < len(groups) <= GROUPS:
+            return list(map(tuple, groups.values()))
         middle = len(self.names) // 2
         return [self.names[:middle], self.names[middle:]]
 
@@ -340,10 +332,7 @@ class Advice:
         return rows
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self.verdict, str(self.recipe), *self.further_lines()])
+        return "\n".join([in_columns(self.rows()), self.verdict, str(self.recipe), *self.further_lines()])
 
     def _repr_html_(self) -> str:
         return as_html("; ".join([self.verdict, *self.further_lines()]), self.rows())
@@ -425,9 +414,7 @@ class _Search:
         work, prepared = gap.prepared(recipe)
         flops = count_flops(work, prepared, None, gap.work)
         if not flops.in_fp8:
-            raise FP8BackendError(
-                f"{recipe.name}: no product of a weight ran in FP8 in these batches: {prepared.report}"
-            )
+            raise FP8BackendError(f"{recipe.name}: no product of a weight ran in FP8 in the batches: {prepared.report}")
         self.given_flops = flops.in_fp8
         self.layers = {
             product.name: gap.work[product.name].flops if product.name in gap.work else product.flops

@@ -1,7 +1,5 @@
 """Announce a line to the user of a training run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

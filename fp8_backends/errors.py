@@ -1,7 +1,5 @@
 """The errors of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -33,12 +31,8 @@ class Refusal(NamedTuple):
 
 
 def on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
-    """Run a function and return its results by rank. An error on any rank becomes one `FP8BackendError` on all, so the
-    function must not communicate after it raises.
-
-    Args:
-        doing: name of the task in the error.
-    """
+    """Run a function and return its results by rank. An error on any rank becomes one `FP8BackendError` on all, with
+    the name of the task (`doing`), so the function must not communicate after it raises."""
     result, error = None, None
     try:
         result = function()

@@ -3,8 +3,6 @@
 Only this module imports Lightning.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

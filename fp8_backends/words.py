@@ -1,12 +1,10 @@
 """Write numbers, names, values and tables the same way in every report."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,8 +13,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def share(part: float) -> str:
-    """Write a share, 0 to 1, in percent: `94 %`. Only exact 0 and 1 are `0 %` and `100 %`; near them: `99.7 %`, `under
-    0.1 %`."""
+    """Write a share, 0 to 1, in percent, only exact 0 and 1 as `0 %` and `100 %`: `99.7 %`, `under 0.1 %`."""
     percent = 100 * part
     if not 0 < part < 1:
         return f"{percent:.0f} %"
@@ -52,12 +49,8 @@ def shown(value: object) -> str:
 
 def listed(names: Iterable[str], shown: int = 6) -> str:
     """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj (×24)`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    texts = [
-        f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups.items()
-    ]
+    groups = by_pattern(names).items()
+    texts = [f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups]
     return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
@@ -80,6 +73,19 @@ def finite(value: Any) -> Any:
 
 Rows = Sequence[Sequence[str]]
 """A row of headings, and rows of cells."""
+
+
+def in_columns(rows: Rows, gap: int = 2, justify: Literal["left", "right"] = "left") -> str:
+    """Write rows in columns, `gap` spaces apart. The first column is always left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.rjust if justify == "right" else str.ljust] * (len(widths) - 1)]
+    lines = (map(lambda side, cell, size: side(cell, size), sides, row, widths) for row in rows)
+    return "\n".join((" " * gap).join(cells).rstrip() for cells in lines)
+
+
+def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Collect names that differ only in a number: `layers.*.q_proj`."""
+    return dict(by_reason((name, re.sub(r"\b\d+\b", "*", name)) for name in names))
 
 
 def as_html(title: str, *tables: Rows) -> str:

@@ -5,11 +5,10 @@ precision around FP8. `notebook_launcher` stores its `mixed_precision` where `Ac
 running functions are searched; docs/patches.rst lists the alternatives.
 """
 
-import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from types import FrameType
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from ..announcement import announce
@@ -29,20 +28,13 @@ def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     return str(given)
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield the running functions of this thread, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def running_trainer() -> Any:
     """Return the nearest Trainer in the stack, if any."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is None:
         return None
-    firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in _frames() if frame.f_code.co_argcount)
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_argcount)
+    firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames)
     return next((first for first in firsts if isinstance(first, trainer_class)), None)
 
 
@@ -69,7 +61,7 @@ def precision_of_notebook() -> str | None:
     """Return the `mixed_precision` of a running `notebook_launcher`, found in the stack of its forked processes."""
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
     code = getattr(launcher, "__code__", None)
-    calls = (frame.f_locals for frame in _frames() if frame.f_code is code)
+    calls = (frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is code)
     return next((str(call.get("mixed_precision")).lower() for call in calls), None)
 
 
@@ -88,7 +80,5 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
         if by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None:
             if precision == "bf16":
                 return recipe
-            raise RecipeError(
-                f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead"
-            )
+            raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True")
     return recipe.replace(autocast_dtype=precision)

@@ -74,9 +74,7 @@ def save(
         except FP8BackendError as error:
             on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
             rest = f"The new files are in {holder}" if staging.exists() else "The new files are removed"
-            raise FP8BackendError(
-                f"{error}. A checkpoint that was there before is as it was. {rest}"
-            ) from error.__cause__
+            raise FP8BackendError(f"{error}. An earlier checkpoint there is as it was. {rest}") from error.__cause__
         on_all_ranks(f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None)
         if total_limit is not None:
             on_all_ranks(
@@ -136,8 +134,7 @@ def _make_way(target: Path) -> None:
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
-    """Write the manifest of a folder after all ranks have written; ranks with a common disk share the reading. Return
-    True if this rank leads its file system."""
+    """Write a folder's manifest once all ranks have written. Return True if this rank leads its file system."""
     doing, state = f"sealing the checkpoint {folder}", PartialState()
     marks = folder / manifest.SAVING
 

@@ -23,6 +23,7 @@ from ..tensors.parameter_swap import swap
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..torch_tools.modules import plain_name
+from ..torch_tools.optimizers import parameters_by_key
 from ..words import counted
 from .callers import running_trainer
 
@@ -127,15 +128,10 @@ class _Detached:
             return
         state_dict = self.optimizer.state_dict()
         names = [name for group in self.names for name in group]
-        for name, (key, p) in zip(names, _keys_and_parameters(self.optimizer, state_dict), strict=True):
+        for name, (key, p) in zip(names, parameters_by_key(self.optimizer, state_dict).items(), strict=True):
             if name in self.states:
                 state_dict["state"][key] = {part: _shard(value, p) for part, value in self.states.pop(name).items()}
         self.optimizer.load_state_dict(state_dict)
-
-
-def _keys_and_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> zip:
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    return zip(keys, [p for group in optimizer.param_groups for p in group["params"]], strict=True)
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:
@@ -208,7 +204,7 @@ class _WholeStates:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states = dict(state_dict["state"])
-        for key, p in _keys_and_parameters(self.optimizer, state_dict):
+        for key, p in parameters_by_key(self.optimizer, state_dict).items():
             states[key] = {name: _part(value, p) for name, value in states.get(key, {}).items()}
         self.optimizer.load_state_dict({**state_dict, "state": {key: state for key, state in states.items() if state}})
 
@@ -270,7 +266,7 @@ def after_engine_backward(accelerator: Accelerator) -> None:
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
-    agree_on_scaling(ranks.ScalingBuffers(prepared_roots(engine))(), engine.seq_data_parallel_group)
+    agree_on_scaling(ranks.scaling_buffers(prepared_roots(engine)), engine.seq_data_parallel_group)
     if engine.was_step_applied():
         run_post_hooks(accelerator.fp8_engine_steps)
 

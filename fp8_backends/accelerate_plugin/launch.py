@@ -83,8 +83,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse arguments with Accelerate's parser, recipe fields as text; `nondefault` names the given ones."""
     parser = launch_parser()
     args, unknown = parser.parse_known_args(arguments)
-    for word in unknown:
-        _refuse_unknown(word.partition("=")[0], parser)
+    if unknown:
+        spelled = unknown[0].partition("=")[0]
+        name = spelled.lstrip("-").replace("-", "_").lower()
+        if name.startswith("fp8_"):
+            suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
+            suffix = name.removeprefix("fp8_").upper()
+            raise sources.unknown_variable(spelled, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
+        near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
+        _refuse(f"unknown flag {spelled}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     args.nondefault = getattr(args, "nondefault", set())
     if names_backend(args.mixed_precision) and "fp8_backend" not in args.nondefault:
         args.fp8_backend, args.mixed_precision = args.mixed_precision, "fp8"
@@ -139,17 +146,6 @@ def recipe_flags(args: argparse.Namespace) -> sources.Source:
 
 def _refuse(message: str) -> NoReturn:
     raise FP8BackendError(f"{shortened(message, 1000)} (see fp8-backends launch --help)")
-
-
-def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
-    name = flag.lstrip("-").replace("-", "_").lower()
-    if name.startswith("fp8_"):
-        suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
-        suffix = name.removeprefix("fp8_").upper()
-        raise sources.unknown_variable(flag, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
-    near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    _refuse(f"unknown flag {flag}{hint}")
 
 
 # The request

@@ -65,17 +65,15 @@ class _Steps:
         # an Accelerator with another precision has warned
         if failed or True in self.proofs or AcceleratorState._shared_state.get("_mixed_precision", "fp8") != "fp8":
             return
-        reason = _UNPREPARED if self.proofs == {None} else ""
+        is_unprepared = self.proofs == {None}
+        reason = (
+            ": no optimizer that made a step was prepared with its model. Write model, optimizer = "
+            "accelerator.prepare(model, optimizer); --fp8_on_unproven warn ends with exit code 0"
+        ) * is_unprepared
         if is_main_process():
             print(f"fp8-backends launch: {self.script} ended without a proof of FP8{reason}", file=sys.stderr)
-        if reason and environment_fields().get("on_unproven") != "warn":
+        if is_unprepared and environment_fields().get("on_unproven") != "warn":
             sys.exit(1)
-
-
-_UNPREPARED = (
-    ": no optimizer that made a step was prepared with its model. Write model, optimizer = "
-    "accelerator.prepare(model, optimizer); --fp8_on_unproven warn ends with exit code 0"
-)
 
 
 def ask_for_fp8() -> None:

@@ -303,11 +303,6 @@ def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[
     }
 
 
-def _unfit_for_compressed(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
-    uneven = grid == BLOCK and sizes[1] % SIDE
-    return f"{sizes[1]} inputs do not divide into the groups of {SIDE} that blocks multiply" if uneven else None
-
-
 def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**numbers, "dynamic": False, "strategy": grid}
@@ -340,6 +335,14 @@ class CheckpointFormat(NamedTuple):
 FORMATS = {
     "finegrained_fp8": CheckpointFormat("weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config),
     "compressed-tensors": CheckpointFormat(
-        "weight_scale", (TENSOR, CHANNEL, BLOCK), (1,), _unfit_for_compressed, _compressed_config
+        "weight_scale",
+        (TENSOR, CHANNEL, BLOCK),
+        (1,),
+        lambda sizes, grid, _: (
+            f"{sizes[1]} inputs do not divide into the groups of {SIDE} that blocks multiply"
+            if grid == BLOCK and sizes[1] % SIDE
+            else None
+        ),
+        _compressed_config,
     ),
 }

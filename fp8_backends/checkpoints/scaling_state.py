@@ -130,26 +130,24 @@ def _roots(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepar
 # In the state dict of an optimizer
 
 
-class StateDictHooks:
-    """Add the scaling states of an optimizer's models to its state dict."""
+def add_to_state_dict(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    """Add the scaling states of these models, as they are when it is made or loaded, to an optimizer's state dict."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-        self.models = models
-        if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has its own checkpoints
-            optimizer.register_state_dict_post_hook(self.save)
-            optimizer.register_load_state_dict_pre_hook(self.load)
-
-    def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state = collect(self.models)
+    def save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state = collect(models)
         if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
-    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         groups = (optimizer.param_groups, state_dict["param_groups"])
         sizes, saved_sizes = ([len(group["params"]) for group in side] for side in groups)
         if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):  # PyTorch refuses other sizes next
             source = "the optimizer's checkpoint"
-            restore(self.models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
+            restore(models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
+
+    if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has its own checkpoints
+        optimizer.register_state_dict_post_hook(save)
+        optimizer.register_load_state_dict_pre_hook(load)
 
 
 @contextlib.contextmanager

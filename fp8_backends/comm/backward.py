@@ -30,17 +30,12 @@ States = Callable[[], list[torch.Tensor]]
 
 
 class BackwardPass(TemporaryHook):
-    """Finish collectives at the end of each backward pass with a reduction: a forward hook of a wrapped model.
+    """Finish collectives after each backward pass that reduces gradients: a forward hook of a wrapped model. DDP has a
+    flag for it; other wrappers reduce in every pass."""
 
-    Args:
-        travels: return True if the gradients of the module's latest forward will be reduced.
-    """
-
-    def __init__(self, travels: Callable[[nn.Module], bool]) -> None:
-        self.travels = travels
+    def __init__(self) -> None:
         self.collectives: list[Any] = []
-        """Joint work of the ranks, in order of its ends: objects with `finish(contributes=True)`, False on a rank
-        without inputs, and `reset()` after a failed pass."""
+        """Joint work of the ranks, with `finish(contributes)`, False on a rank without inputs, and `reset()`."""
         self._forget_pass()
         # not a decorator: importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
@@ -49,6 +44,14 @@ class BackwardPass(TemporaryHook):
     def find(cls, module: nn.Module) -> BackwardPass | None:
         """Return the hook of a module, if any."""
         return next((hook for hook in module._forward_hooks.values() if isinstance(hook, cls)), None)
+
+    @staticmethod
+    def of(module: nn.Module) -> BackwardPass:
+        """Return the hook of a module, registered by the first call."""
+        backward = BackwardPass.find(module)
+        if backward is None:
+            module.register_forward_hook(backward := BackwardPass())
+        return backward
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._after_forward(self, module, output)
@@ -65,8 +68,10 @@ class BackwardPass(TemporaryHook):
 
     @property
     def triggered(self) -> bool:
-        """True if gradients are reduced contrary to the latest forward."""
-        return False
+        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's `trigger_sync_in_backward` sets both
+        flags; a forward under `no_sync` clears the second."""
+        ddp = self.stayed()
+        return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
 
     def _end(self) -> None:
         try:
@@ -92,13 +97,12 @@ class BackwardPass(TemporaryHook):
 
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
-    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, and the function must not
-    keep the object."""
+    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, but not vice versa."""
     if not torch.is_grad_enabled():
         return
     if backward.running and not inside_backward():
         backward.reset()  # outside any backward, so the last one failed
-    backward.expected = backward.travels(module)
+    backward.expected = getattr(module, "require_backward_grad_sync", True)
     backward.stayed = _nowhere if backward.expected else weakref.ref(module)
     for tensor in _tensors(output):
         if tensor.grad_fn is not None:
@@ -141,31 +145,22 @@ class Agreement:
         pass
 
 
-def agree_after_backward(
-    module: nn.Module,
-    states: States,
-    groups: Sequence[dist.ProcessGroup],
-    travels: Callable[[nn.Module], bool] = lambda module: True,
-) -> None:
-    """Agree on `states` after each backward pass of `module` if `travels(module)` held in its forward. Idempotent.
+def agree_after_backward(module: nn.Module, states: States, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Agree on `states` after each backward pass of `module` that reduces gradients. Idempotent.
 
     Ranks that call it have parts of one model; `groups` are unused at that time. The groups of a mesh together reach
     all ranks of the model; None is all processes.
     """
-    backward = BackwardPass.find(module)
-    if backward is None:
-        backward = BackwardPass(travels)
-        module.register_forward_hook(backward)
-    agreement = next((one for one in backward.collectives if isinstance(one, Agreement)), None)
+    collectives = BackwardPass.of(module).collectives
+    agreement = next((one for one in collectives if isinstance(one, Agreement)), None)
     if agreement is None:
-        backward.collectives.append(Agreement(states, groups))
+        collectives.append(Agreement(states, groups))
     else:
         agreement.groups = groups  # FSDP2 may have sharded a tensor-parallel model since
 
 
 def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the groups in which, one after another, a collective reaches all ranks of this model's DTensors (FSDP2,
-    tensor parallelism or both); none without DTensors."""
+    """Return the groups that, in turn, connect all ranks of the model's DTensors; none without DTensors."""
     meshes = (p.device_mesh for p in model.parameters() if is_distributed(p))
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:
@@ -197,9 +192,7 @@ def agree_on_scaling(
     if not contributes:
         message.fill_(float("-inf"))
     message = agreed_over(message, [group])
-    for members, table, part in zip(
-        alike.values(), tables, message.split([table.numel() for table in tables]), strict=True
-    ):
+    for members, table, part in zip(alike.values(), tables, message.split(list(map(torch.numel, tables))), strict=True):
         rows = _state(part.view(table.shape)).flatten().split([state.numel() for state in members])
         torch._foreach_copy_(members, [row.view(state.shape) for row, state in zip(rows, members, strict=True)])
 

@@ -6,8 +6,6 @@ gradients, with gradient_comm="fp8" by a communication hook. FP8 traffic has a p
 a group must start in the same order on all ranks, and DDP's order depends on the arrival of gradients.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -21,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import FP8BackendError
 from ..tensors.block_codes import BlockCodes
 from ..tensors.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
+from ..torch_tools.modules import TemporaryHook
 from .backward import Agreement, BackwardPass, States, agree_after_backward
-from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
+from .reducer import GradientReducer, HookState, fp8_all_reduce
 from .two_shot import all_gather
 
 ATTRIBUTES = (
@@ -86,7 +85,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection.reduce(ddp, weights, gradient_comm, watch)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
-    agree_after_backward(ddp, scaling_states, [connection.group], _travels)
+    agree_after_backward(ddp, scaling_states, [connection.group])
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
@@ -99,21 +98,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             connection.optimizers.add(optimizer)
 
 
-class DDPBackward(BackwardPass):
-    """Backward passes of one DDP with a reduction."""
-
-    def __init__(self) -> None:
-        super().__init__(_travels)
-
-    @property
-    def triggered(self) -> bool:
-        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's `trigger_sync_in_backward` sets both
-        flags; a forward under `no_sync` clears the second."""
-        ddp = self.stayed()
-        return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
-
-
-class Connection(DDPBackward):
+class Connection(BackwardPass):
     """Connect one DDP: a forward hook with the process group of all FP8 traffic."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -145,7 +130,12 @@ class Connection(DDPBackward):
                 tensor.settle()
             is_whole = not getattr(tensor, "shared_out", False)  # otherwise one rank alone has the master or residual
             for stored in stored_parts(tensor, exact=is_whole):
-                _broadcast(stored, source, self.group)
+                sent = stored.contiguous()
+                message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
+                dist.broadcast(message, dist.get_global_rank(self.group, source), group=self.group)
+                torch.autograd.graph.increment_version([stored])  # not done by a collective; invalidates caches
+                if sent is not stored:
+                    stored.copy_(sent)
 
     def make_states_equal(self, source: int) -> None:
         """Copy the stored optimizer states from rank `source` of the group to all its ranks; learning rates stay."""
@@ -169,7 +159,7 @@ class Connection(DDPBackward):
         return [*weights, *(state for agreement in agreements for state in agreement.states())]
 
 
-class GradientArrives:
+class GradientArrives(TemporaryHook):
     """Post-accumulate-grad hook of a scaled weight under DDP."""
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -200,9 +190,6 @@ class GradientArrives:
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)
 
-    def __reduce__(self):
-        return nothing, ()
-
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     """Return the DDP modules around a model or inside it."""
@@ -231,8 +218,7 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """Yield (name, weight) of weights in scaled precision and codes of a checkpoint. Raises if DDP does not ignore
-    one."""
+    """Yield (name, weight) of scaled weights and checkpoint codes. Raises if DDP does not ignore one."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
         if isinstance(parameter, (ScaledTensor, BlockCodes)):
@@ -243,10 +229,6 @@ def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Para
                     f"ddp = DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
                 )
             yield name, parameter
-
-
-def _travels(ddp: nn.Module) -> bool:
-    return ddp.require_backward_grad_sync
 
 
 def _install(ddp: DistributedDataParallel) -> Connection:
@@ -275,15 +257,6 @@ def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     )
 
 
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    sent = tensor.contiguous()
-    message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
-    dist.broadcast(message, dist.get_global_rank(group, source), group=group)
-    torch.autograd.graph.increment_version([tensor])  # not done by a collective; invalidates caches
-    if sent is not tensor:
-        tensor.copy_(sent)
-
-
 def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
     ours = [state for hook, state in ddp._comm_hooks if hook is fp8_all_reduce]
     if any(isinstance(state, HookState) for state in ours):
@@ -306,8 +279,7 @@ def _refuse_hooks(hooks: Iterable[Callable]) -> NoReturn:
 
 
 class _Connected:
-    """Extend a connected DDP: refuse communication hooks besides weights in scaled precision, and join FP8 collectives
-    on a rank without inputs (`torch.distributed.algorithms.Join`)."""
+    """Extend a connected DDP: refuse other communication hooks, and join FP8 collectives of a rank without inputs."""
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
         """Register as DDP does. Raises `FP8BackendError` if a level's gradients would bypass the hook."""
@@ -463,8 +435,7 @@ class SharedOut:
         return self._owner.get(id(weight), self.rank) == self.rank
 
     def refuse_local_step(self, *_) -> None:
-        """Raise `FP8BackendError` before a step with gradients that were not reduced: the owner of a weight would step
-        with its own gradient only, and lose the others'. A step pre-hook."""
+        """Refuse a step with gradients that were not reduced: an owner would lose the other ranks'. A pre-hook."""
         if self.at_home and any(weight.grad is not None for weight in self.weights):
             raise FP8BackendError(
                 "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "

@@ -17,7 +17,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,13 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
             # loading needs shards, also after a forward has gathered them
             module.register_load_state_dict_pre_hook(_reshard)
         if gradient_comm == "fp8" and module.__dict__.get(CONNECTED) != "fp8":
-            _set_reduce_scatter(module, name)
+            try:
+                module.set_custom_reduce_scatter(_reduce_scatter_class()())
+            except ValueError as error:
+                raise FP8BackendError(
+                    f'gradient_comm="fp8": FSDP2 does not let the reduce-scatter of {name or "the model"} be chosen '
+                    f'({error}); use gradient_comm="plain"'
+                ) from error
         module.__dict__[CONNECTED] = gradient_comm
     if modules:
         # also under `no_sync`: the message is small, and FSDP2 has no flag for a reduction
@@ -102,16 +108,6 @@ def _reshard(module: nn.Module, *_) -> None:
     module.reshard()
 
 
-def _set_reduce_scatter(module: nn.Module, name: str) -> None:
-    try:
-        module.set_custom_reduce_scatter(_reduce_scatter_class()())
-    except ValueError as error:
-        raise FP8BackendError(
-            f'gradient_comm="fp8": FSDP2 does not let the reduce-scatter of {name or "the model"} be chosen ({error}); '
-            f'use gradient_comm="plain"'
-        ) from error
-
-
 @functools.cache
 def _reduce_scatter_class() -> type:
     """Derive `FP8ReduceScatter` from FSDP2's base class, in a private module of torch."""
@@ -144,8 +140,7 @@ class FP8ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], in order on the current
-        stream."""
+        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], on the current stream."""
         if op == dist.ReduceOp.AVG:
             factor = 1.0 / group.size()
         elif op == dist.ReduceOp.SUM:
@@ -153,9 +148,7 @@ class FP8ReduceScatter:
         elif op == dist.ReduceOp.PREMUL_SUM:
             factor = float(op.__getstate__()[1])  # the only access to the factor
         else:
-            raise FP8BackendError(
-                f'gradient_comm="fp8" sums and averages; FSDP2 asks for {op}: use gradient_comm="plain"'
-            )
+            raise FP8BackendError(f'gradient_comm="fp8" sums and averages, FSDP2 wants {op}: use gradient_comm="plain"')
         reduce_scatter(input_tensor.view(group.size(), -1), group, out=output_tensor, factor=factor)
 
 
@@ -199,11 +192,8 @@ class Travelling(Protocol):
 
 
 def connect_weights(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
-    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent.
-
-    Raises:
-        FP8BackendError: this torch has a different FSDP2.
-    """
+    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent. Raises `FP8BackendError` if this torch
+    has a different FSDP2."""
     modules = list(fsdp_modules(root).values())
     if not modules or not (travelling or any(_GATHERS in module.__dict__ for module in modules)):
         return
@@ -217,7 +207,7 @@ def connect_weights(root: nn.Module, travelling: Mapping[Place, Travelling]) -> 
         if _GATHERS not in module.__dict__:
             module.__dict__[_GATHERS] = gathers
             module.register_forward_pre_hook(gathers, prepend=True)
-            module.register_forward_hook(AfterForward(gathers), always_call=True)
+            module.register_forward_hook(gathers, always_call=True)
 
 
 def _shards(
@@ -297,8 +287,7 @@ class WeightShard:
         return self.tensor, self.process_group.rank() * self.parameter.padded_sharded_param_size[0], shape
 
     def settle(self, travels: bool) -> None:
-        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight in the other form, or with
-        outdated codes."""
+        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight whose form changes."""
         if self.travels != travels or (travels and self.codes.change_in_forward):
             self.group.wait_for_unshard()
             for module in self.group.modules:
@@ -315,7 +304,7 @@ class WeightShard:
             functions.pop("fsdp_pre_all_gather", None)
             functions.pop("fsdp_post_all_gather", None)
         elif "fsdp_pre_all_gather" not in functions:
-            functions.update(fsdp_pre_all_gather=_Before(self), fsdp_post_all_gather=_After(self))
+            functions.update(fsdp_pre_all_gather=_Function(self.inputs), fsdp_post_all_gather=_Function(self.gathered))
             self.parameter._init_extensions()
 
     def products(self) -> tuple[str, ...]:
@@ -327,7 +316,7 @@ class WeightShard:
             return every[:1]
         return every  # gathered once for both; a recomputed forward may end before it is resharded
 
-    def inputs(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    def inputs(self, mesh, outer_size, outer_stride, module, mp_policy) -> tuple[tuple[torch.Tensor, ...], dict]:
         """Return the message, uint8 of equal size on all ranks, and the agreed amaxes by product. FSDP2 may call it in
         its own stream, so no tensor allocated here outlives the gathering."""
         if self.group._training_state.name == "IDLE":  # `unshard()` outside of a forward
@@ -340,39 +329,28 @@ class WeightShard:
             self.parameter.all_gather_outputs = []
         return inputs, agreed
 
-    def parts(self, gathered: tuple[torch.Tensor, ...], agreed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `GatheredCodes.parts` of a gathered message."""
-        parts = {}
+    def gathered(self, gathered: tuple[torch.Tensor, ...], agreed: dict[str, torch.Tensor], dtype, *, out=None):
+        """Return a gathered message as codes, or put them into `out`."""
+        parts = {} if self.codes.amax is None else {AMAX: self.codes.amax}
         for (product, amaxes), codes in zip(agreed.items(), gathered, strict=True):
             whole, scale_inv = codes.narrow(0, 0, self.parameter._orig_size[0]), self.codes.scale_inv(amaxes)
             for reader in (product,) if len(self.codes.products) > 1 else (FPROP, DGRAD):
                 parts |= {f"{reader}_codes": whole.view(E4M3.dtype), f"{reader}_scale_inv": scale_inv}
-        return parts if self.codes.amax is None else parts | {AMAX: self.codes.amax}
-
-
-class _Before(TemporaryHook):
-    """`fsdp_pre_all_gather` of one shard."""
-
-    def __init__(self, shard: WeightShard) -> None:
-        self.shard = shard
-
-    def __call__(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return self.shard.inputs()
-
-
-class _After(TemporaryHook):
-    """`fsdp_post_all_gather` of one shard."""
-
-    def __init__(self, shard: WeightShard) -> None:
-        self.shard = shard
-
-    def __call__(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        parts = self.shard.parts(all_gather_outputs, metadata)
         if out is None:
-            return GatheredCodes(parts, param_dtype), ()
+            return GatheredCodes(parts, dtype), ()
         out.parts.clear()
         out.parts.update(parts)
         return None
+
+
+class _Function(TemporaryHook):
+    """A function of FSDP2's protocol for one shard. FSDP2 counts its parameters."""
+
+    def __init__(self, function: Callable) -> None:
+        self.__wrapped__ = function
+
+    def __call__(self, *args, **kwargs):
+        return self.__wrapped__(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -399,7 +377,7 @@ def _agree_on_amaxes(shards: Iterable[WeightShard]) -> None:
 
 
 class Gathers(TemporaryHook):
-    """Choose the form of each gathered weight before a forward of the outermost FSDP2 module: a forward pre-hook."""
+    """Choose the form of each gathered weight for a forward of the outermost FSDP2 module: hook before and after it."""
 
     def __init__(self) -> None:
         self.shards: list[WeightShard] = []
@@ -419,18 +397,8 @@ class Gathers(TemporaryHook):
         self.shards = shards
         self.beneath.clear()
 
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        self._begin(self, module)
-
-
-class AfterForward(TemporaryHook):
-    """Forward hook of FSDP2 modules: the end of a forward under `Gathers`."""
-
-    def __init__(self, gathers: Gathers) -> None:
-        self.gathers = gathers
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.gathers._end(self.gathers, module)
+    def __call__(self, module: nn.Module, args: tuple, *output: Any) -> None:
+        (self._end if output else self._begin)(self, module)
 
 
 def _begin(gathers: Gathers, module: nn.Module) -> None:

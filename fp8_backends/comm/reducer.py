@@ -10,8 +10,6 @@ ranks. DDP rebuilds its buckets after the first backward pass, also in a resumed
 a gradient's place: each starts at a multiple of the collective's block, and every contribution is rounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from itertools import accumulate
@@ -26,6 +24,7 @@ from ..formats.formats import E4M3
 from ..kernels.triton_gate import on_device
 from ..tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
 from ..tensors.sharded_tensor import agreed_over
+from ..torch_tools.modules import TemporaryHook
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
@@ -147,8 +146,7 @@ class GradientReducer:
         self.in_flight.append(reduction)
 
     def _used_somewhere(self, contributes: bool) -> list[bool]:
-        """Return the parameters with a gradient on any rank; others get none, as in DDP. The host waits for the device
-        only on a rank without some gradient."""
+        """Return the parameters with a gradient on any rank. Only a rank without some gradient waits for the device."""
         device, here = self.parameters[0].device, self.used
         if all(here):
             used = torch.ones(len(here), dtype=torch.uint8, device=device)
@@ -244,20 +242,13 @@ class SideStream:
 # DDP's own buckets
 
 
-class HookState:
-    """State of the communication hook, for one backward pass."""
+class HookState(TemporaryHook):
+    """State of the communication hook, for one backward pass; a copied DDP has no such hook."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.side_stream = group, SideStream(device)
         self.in_flight: list[tuple[AllReduce, list[Part], torch.Tensor, torch.futures.Future]] = []
         """Reduction, gradients in the bucket, the bucket, and DDP's future."""
-
-    def __reduce__(self):
-        return nothing, ()  # a copied DDP has no communication hook
-
-
-def nothing() -> None:
-    """Replace a hook in a copied or unpickled model without a connection."""
 
 
 @torch.no_grad()
@@ -272,7 +263,9 @@ def fp8_all_reduce(state, bucket):
     future = torch.futures.Future(devices=[values.device] if values.device.type == "cuda" else None)
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
-        gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))
+        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        starts = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)  # each at a multiple of BLOCK
+        gradients = [Part(part, start) for part, start in zip(values.split(sizes), starts, strict=False)]
         reduction = AllReduce(gradients, state.group, rounded=True)
         if state.in_flight:
             state.in_flight[-1][0].start_second_shot()
@@ -283,9 +276,3 @@ def fp8_all_reduce(state, bucket):
                 future_mean.set_result(values)
             state.in_flight.clear()
     return future
-
-
-def _aligned(gradients: tuple[torch.Tensor, ...]) -> list[Part]:
-    """Place the gradients one after another, each at a multiple of BLOCK."""
-    starts = accumulate((-(-len(gradient) // BLOCK) * BLOCK for gradient in gradients), initial=0)
-    return [Part(gradient, start) for gradient, start in zip(gradients, starts, strict=False)]

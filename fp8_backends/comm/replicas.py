@@ -17,7 +17,7 @@ from ..tensors.scaled_tensor import ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part
 from ..torch_tools.modules import plain_name
 from .backward import BackwardPass, mesh_groups
-from .ddp import DDPBackward, wrappers
+from .ddp import wrappers
 from .fsdp2 import fsdp_modules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,14 +41,10 @@ class SharedBackwards:
         """Return the counters of the wrappers in a model, created on the first call."""
         counters = []
         for wrapper in _wrappers(model):
-            backward = BackwardPass.find(wrapper)
-            if backward is None:
-                is_ddp = isinstance(wrapper, DistributedDataParallel)
-                backward = DDPBackward() if is_ddp else BackwardPass(lambda module: True)
-                wrapper.register_forward_hook(backward)
-            counter = next((one for one in backward.collectives if isinstance(one, cls)), None)
+            collectives = BackwardPass.of(wrapper).collectives
+            counter = next((one for one in collectives if isinstance(one, cls)), None)
             if counter is None:
-                backward.collectives.append(counter := cls())
+                collectives.append(counter := cls())
             counters.append(counter)
         return counters
 
@@ -84,12 +80,8 @@ class Held(NamedTuple):
 
 
 def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Held]:
-    """Yield the storage of a model's replicated weights, and its scaling states. Parameters on the user's ignore list
-    are left out, and so are buffers, which DDP copies by its own rules.
-
-    Args:
-        states: names and live states of scaling rules.
-    """
+    """Yield the storage of a model's replicated weights and the (name, live state) of scaling rules. Ignored parameters
+    are left out, and so are buffers, which DDP copies by its own rules."""
     groups = rank_groups(model)
     ignored = set()
     for wrapper in _wrappers(model):
@@ -112,8 +104,7 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the bits of each tensor as integers: int64 [tensors], independent of the order. One differing bit always
-    shows."""
+    """Sum the bits of each tensor as integers: int64 [tensors], in any order. One differing bit always shows."""
     sums = []
     for tensor in tensors:
         plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

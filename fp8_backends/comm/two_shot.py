@@ -9,8 +9,6 @@ rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A bl
 power of two, as rows of a gradient may differ by more than E4M3's range; NaN for a block with an inf or a NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -130,8 +128,7 @@ class _Pending(NamedTuple):
 
 
 def _for_vectors(columns: int) -> int:
-    """Return the length of a row in a message. A long row gets a few zeros, for a multiple of 16 bytes: GPUs then read
-    and write whole vectors."""
+    """Return the length of a row in a message: a multiple of 16 bytes if long, so that GPUs move whole vectors."""
     return columns if columns < LONG else -(-columns // (16 * BLOCK)) * 16 * BLOCK
 
 

@@ -5,8 +5,6 @@ and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions,
 speed (TransformerEngine issue 972, torchtitan issue 548).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 from .fields import check_known, parsed, word
@@ -114,8 +112,7 @@ PRODUCTS = {
 
 
 def product_named(name: str) -> Product:
-    """Return the chip with a name: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper". Raises
-    `RecipeError`, with the nearest name, for any other."""
+    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with the nearest name."""
     key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
     check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]

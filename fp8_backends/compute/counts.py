@@ -1,7 +1,5 @@
 """Counts of the three products of a layer in FP8, and the dtype of their results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

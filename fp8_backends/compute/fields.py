@@ -1,8 +1,6 @@
 """Declare a field of a recipe: its values, its default, and the rules and levels that read it. This package's own
 fields are in `recipes.fields`; a backend may declare more."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -4,8 +4,6 @@ A weight that trains is refused: an update of ordinary size is smaller than half
 rounds to nearest would lose nearly all of them. The levels from O3 on train FP8 weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch
@@ -68,7 +66,12 @@ def freeze(
     for name, layer in new.items():
         if is_distributed(layer.weight):  # sharded since it was frozen
             raise RecipeError(SHARDED)
-        _refuse_if_tied(root, name, layer)
+        for other_name, module in root.named_modules():
+            if not isinstance(module, type(layer)) and any(p is layer.weight for p in module._parameters.values()):
+                raise FP8BackendError(
+                    f"fp8_params=True: the weight of {name} is that of {other_name} too ({type(module).__name__}), "
+                    f"which does not multiply FP8 weights: leave {name} out by exclude"
+                )
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in new.items():
         if not is_frozen(layer.weight):  # tied to a layer before it
@@ -77,12 +80,3 @@ def freeze(
         undo = layer.__dict__[CONVERSION].undo
         if make_plain not in undo:
             undo.append(make_plain)
-
-
-def _refuse_if_tied(root: nn.Module, name: str, layer: nn.Linear) -> None:
-    for other_name, module in root.named_modules():
-        if not isinstance(module, type(layer)) and any(p is layer.weight for p in module._parameters.values()):
-            raise FP8BackendError(
-                f"fp8_params=True: the weight of {name} is that of {other_name} too ({type(module).__name__}), which "
-                f"does not multiply FP8 weights: leave {name} out by exclude"
-            )

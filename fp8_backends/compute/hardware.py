@@ -1,7 +1,5 @@
 """This machine's devices, their products, and the versions of libraries."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import platform

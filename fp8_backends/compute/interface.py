@@ -191,8 +191,7 @@ class Compute(ABC):
         return []
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Raise `FP8BackendError`, naming the layer, for a state of other layers or another history, or with impossible
-        numbers. Changes nothing."""
+        """Raise `FP8BackendError` for a state of other layers, of another history or with impossible numbers."""
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Restore the result of `scaling_state`, after `check_scaling_state`."""

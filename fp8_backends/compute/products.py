@@ -8,8 +8,6 @@ Engines without block scales multiply these powers of two into the codes, which 
 blocks with a largest value of at least 2**-115: all engines agree up to the order of the FP32 sums, and one rounding.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

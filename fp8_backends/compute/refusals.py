@@ -5,8 +5,6 @@ derivative would silently lack their terms. Tensor parallelism comes before `pre
 other codes, and the optimizer would keep Parameters that left the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -98,8 +96,7 @@ def note_whether_cut(layer: nn.Module) -> None:
 
 
 def refuse_cut_since(layer: nn.Module, seen: torch.Tensor) -> None:
-    """Raise `FP8BackendError` if `seen`, an input or a state, is a DTensor, and the weight became one after `prepare`.
-    FSDP2 makes a DTensor of the weight but not of `seen`."""
+    """Raise `FP8BackendError` if `seen`, an input or a state, is a DTensor and the weight became one too late."""
     if is_distributed(seen) and is_distributed(layer.weight) and not layer.fp8_prepared_cut:
         raise FP8BackendError(
             f"an FP8 layer {layer.in_features} -> {layer.out_features} was cut over ranks after it was prepared: call "

@@ -8,8 +8,6 @@ group `fp8_backends.backends`: a `Compute` subclass, or a function that returns 
         mine = my_package.fp8:MyCompute
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -6,9 +6,9 @@ and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores", ACM TACO 23(3), 2026,
 github.com/north-numerical-computing/MATLAB-tensor-core.
 
 What is checked, to the bit: recordings of single instructions, with K = 32, of H100 and H200 (`wgmma`), L40S and Ada
-(`mma.sync`) and B200 (`mma.sync`, not the `tcgen05` of its cuBLAS); 276,480 results of `torch._scaled_mm` on an H200, up
-to K = 14,336, with one scale and with a scale for each row; and the PyPI package mmaemu, validated on an H100 PCIe and
-an RTX 4060. Not modelled: cuBLAS may split the contraction of a product with few rows and columns over several sums.
+(`mma.sync`) and B200 (`mma.sync`, not the `tcgen05` of its cuBLAS); 276,480 results of `torch._scaled_mm` on an H200,
+up to K = 14,336, with one scale or rowwise scales; and the PyPI package mmaemu, validated on an H100 PCIe and an RTX
+4060. Not modelled: cuBLAS may split the contraction of a product with few rows and columns over several sums.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ A feature enters its functions in `FEATURES` when `load` imports its file, each 
     audit(roots)                                return fields of `Audit` for these prepared roots
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
@@ -100,9 +99,7 @@ class WorkMeter(TemporaryHook):
         for weight in weights:
             if weight.module not in compiled and weight.product.flops:
                 self._products[weight.module].append(weight)
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self, with_kwargs=True) for module in self._products
-        ]
+        self._handles = [module.register_forward_hook(self, with_kwargs=True) for module in self._products]
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -219,8 +219,7 @@ def _make_plain(layer: nn.Linear, kind: Kind) -> None:
 
 
 def save_plain(model: nn.Module) -> None:
-    """Make `save_pretrained` write plain weights of a model dequantized by transformers: it would write codes and
-    scales again, without a mention in `config.json`."""
+    """Make `save_pretrained` write plain weights of a dequantized model: transformers would write codes again."""
     for module in model.modules():
         conversions: list[Any] | None = module.__dict__.get("_weight_conversions")
         if conversions and module.__dict__.get("hf_quantizer") is None:

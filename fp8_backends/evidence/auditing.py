@@ -1,11 +1,9 @@
 """Measure a live model: FP8 products by layer and kind, their share of FLOPs, dtypes and bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,18 +12,15 @@ from ..announcement import logger
 from ..compute import registry
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from ..convert import conversion, features
+from ..convert.conversion import Prepared
 from ..convert.first_step import Work
 from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8
+from ..recipes.handlers import Recipe
 from ..states.gradient_release import is_dropped, is_released
 from ..tensors.sharded_tensor import full_shape, local_part
 from ..torch_tools.modules import check_is_module, plain_name
 from ..torch_tools.optimizers import check_is_optimizer, parameter_ids, unwrapped
-from ..words import as_html, counted, readable_bytes, share
-
-if TYPE_CHECKING:
-    from ..convert.conversion import Prepared
-    from ..recipes.handlers import Recipe
-
+from ..words import as_html, counted, in_columns, readable_bytes, share
 
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
 MANY_LOST_UPDATES = 0.5
@@ -47,13 +42,11 @@ class Audit:
     """FP8 share, 0 to 1, of all FLOPs of products with weights in training, convolutions included. Each weight counts
     with its rows in the first step, or one for each token if that step was compiled."""
     uncounted: list[str] = field(default_factory=list)
-    """Convolutions missing from `flops_share`: they ran in compiled code, or another module multiplied by their
-    weights."""
+    """Convolutions missing from `flops_share`: compiled, or their weights multiplied by another module."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """Reason for each of the other weights to stay in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
-    """Weights in FP8 of another library, such as transformers' `FP8Linear`, with its name. They are frozen, and count
-    as not in FP8 in `flops_share`: nothing here proves them."""
+    """Weights in FP8 of another library, by name, such as transformers' `FP8Linear`: frozen, and not proven here."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None without
     a known optimizer. The residuals of weights (O4) count as masters. For shared tensors: bytes on this rank over
@@ -78,8 +71,7 @@ class Audit:
         return asdict(self)
 
     def __str__(self) -> str:
-        text = "\n".join([self._headline, *(line for rows in self._tables() for line in _table(rows))])
-        return "\n\n".join([text, *self._notes])
+        return "\n\n".join([self._headline, *map(in_columns, self._tables()), *self._notes])
 
     def _repr_html_(self) -> str:
         return as_html("; ".join([self._headline, *self._notes]), *self._tables())
@@ -99,38 +91,24 @@ class Audit:
         return notes
 
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
-        rows = [
-            (name, *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name])
-            for name, counts in self.products.items()
-        ]
-        if rows:
-            yield [("layer", *KINDS, "recomputed", "engine"), *_grouped(rows)]
-        for title, reasons in (("in high precision", self.high_precision), ("in FP8 of others", self.foreign_fp8)):
-            if reasons:
-                yield [(title, "reason"), *_grouped(reasons.items())]
+        kinds = (*KINDS, "recomputed")
+        products = [(name, *map(str, map(of.get, kinds)), self.engine[name]) for name, of in self.products.items()]
+        for headings, rows in (
+            (("layer", *kinds, "engine"), products),
+            (("in high precision", "reason"), self.high_precision.items()),
+            (("in FP8 of others", "reason"), self.foreign_fp8.items()),
+        ):
+            groups: dict[tuple[str, ...], list[str]] = {}  # rows of layers that differ only in a number
+            for name, *cells in rows:
+                groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
+            if groups:
+                patterns = [f"{of} ×{len(names)}" if len(names) > 1 else names[0] for (of, *_), names in groups.items()]
+                yield [headings, *((pattern, *cells) for pattern, (_, *cells) in zip(patterns, groups, strict=True))]
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
             sizes = [measured.get(key) for key in rows[0][1:]]
             rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
         yield rows
-
-
-def _grouped(rows) -> list[tuple[str, ...]]:
-    """Join the rows of layers that differ only in a number: `layers.*.q_proj ×24`."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
-    return [
-        (f"{pattern} ×{len(names)}" if len(names) > 1 else names[0], *cells)
-        for (pattern, *cells), names in groups.items()
-    ]
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return an empty line, and the rows in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return ["", *(line.rstrip() for line in lines)]
 
 
 def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Audit:

@@ -58,7 +58,7 @@ class ProductProfile:
         self.complete = False
         self.by_shape = False
         """After `stop`: some layers were counted by shape (compiled code)."""
-        self._recording: Callable[[], _Recording | None] = _no_recording
+        self._recording: Callable[[], _Recording | None] = lambda: None
 
     @property
     def running(self) -> bool:
@@ -115,7 +115,7 @@ class ProductProfile:
 
     def abandon(self) -> None:
         """End without a result."""
-        recording, self._recording = self._recording(), _no_recording
+        recording, self._recording = self._recording(), lambda: None
         # a profiler stopped inside a backward comes back at its end, for good
         if recording is not None and recording is _thread.recording and not inside_backward():
             give_way()
@@ -125,10 +125,15 @@ class ProductProfile:
     __del__ = abandon
 
     def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
-        """Return the counts of each layer in eager code, and for each product of compiled code if a backward made it
-        and the shapes of its operands. Products of other models are left out."""
+        """Return each layer's counts in eager code, and (made by a backward, operand shapes) of compiled products."""
         counts, compiled = [ProductCounts() for _ in self.layers], []
-        creators = _creators(events)
+        # places of the forwards that created autograd's functions; later events win: an operator without gradients
+        # shows the number of the next function
+        creators = {
+            (event.thread, event.sequence_nr): _place(event, {})[0]
+            for event in events
+            if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
+        }
         products_of: Counter = Counter()  # products of each backward function so far
         for product in _products(events):
             index, parent = _place(product, creators)
@@ -184,10 +189,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _no_recording() -> None:
-    return None
 
 
 def give_way() -> None:
@@ -318,16 +319,6 @@ def _place(event: _Event, creators: dict[tuple[int, int], int | None]) -> tuple[
         if parent.name.startswith(_COMPILED):
             compiled = _OF_COMPILED_CODE
     return compiled, None
-
-
-def _creators(events: list[_Event]) -> dict[tuple[int, int], int | None]:
-    """Map (thread, sequence number) of autograd's functions to the place of the forward that created them."""
-    # later events win: an operator without gradients shows the number of the next function
-    return {
-        (event.thread, event.sequence_nr): _place(event, {})[0]
-        for event in events
-        if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
-    }
 
 
 def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,26 +20,22 @@ from .. import words
 from ..announcement import announce, logger
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..convert import conversion
+from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION, COUNTED
 from ..errors import FP8BackendError
+from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
-from ..torch_tools.modules import TemporaryHook, is_traced, plain_name
+from ..torch_tools.modules import EagerHook, is_traced, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
 from .auditing import count_flops, count_products, stored_dtype
 from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
-
-if TYPE_CHECKING:
-    from ..convert.conversion import Prepared
-    from ..recipes.handlers import Recipe
-
 
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 """Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their name."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the first step of `optimizer`, for the prepared models whose parameters it holds. Raises
-    `FP8BackendError` if it is no PyTorch optimizer."""
+    """Prove FP8 at the optimizer's first step, for its prepared models. Raises `FP8BackendError` if it has no hooks."""
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
@@ -91,7 +86,14 @@ class FirstStep:
         self.roots = roots
         self.compute = roots[0][2].compute
         """The common backend of these models."""
-        self.layers = [layer for _, root, prepared in roots for layer in _layers_to_profile(root, prepared)]
+        self.layers: list[Layer] = []
+        """The converted layers, if their backend has no counters."""
+        for _, root, prepared in roots:
+            layers = self.compute.converted_layers(root)
+            high = self.compute.high_precision_products(prepared.recipe)
+            kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
+            if layers and self.compute.products(next(iter(layers.values()))) is None:
+                self.layers += [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
         """Root whose forward began the profile, with its layers' gradients at that time."""
@@ -111,12 +113,12 @@ class FirstStep:
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         # the optimizer's hook stays, without effect after the proof: a running hook cannot remove itself
         optimizer.register_step_post_hook(self.after_step)
-        forward_hook = ForwardHook(self)
-        self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+        hook = EagerHook(self._before_forward)
+        self.hooks = [root.register_forward_pre_hook(hook) for _, root, _ in self.roots]
         for _, _, prepared in self.roots:
             prepared.observed.first_steps.append(self)
 
-    def before_forward(self, root: nn.Module) -> None:
+    def _before_forward(self, root: nn.Module, args) -> None:
         self.forward_seen = True
         if self.step_is_due and not inside_backward():
             self.step_is_due = False
@@ -127,7 +129,7 @@ class FirstStep:
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
                 # late, and never while a compiler traces
-                self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
+                self.hooks.append(root.register_forward_hook(EagerHook(self._after_forward), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
@@ -147,6 +149,10 @@ class FirstStep:
             self._start_profile(begun=root)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
+
+    def _after_forward(self, root: nn.Module, args, output: object) -> None:
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.forget_step()
 
     def begin_anew(self) -> None:
         """Abandon an incomplete profile. The next training forward starts another."""
@@ -221,31 +227,6 @@ class FirstStep:
                 state_proof(root, prepared, root_counts, by_shape)
 
 
-class ForwardHook(TemporaryHook):
-    """Notify a `FirstStep` of its model's forwards. Inert in a copied, unpickled or compiled model."""
-
-    def __init__(self, first_step: FirstStep) -> None:
-        self.first_step = first_step
-
-    def __call__(self, module: nn.Module, args, *output: object) -> None:
-        if is_traced():
-            return
-        if not output:
-            self.first_step.before_forward(module)
-        elif output[0] is None and sys.exc_info()[0] is not None:  # the forward raised
-            self.first_step.forget_step()
-
-
-def _layers_to_profile(root: nn.Module, prepared: Prepared) -> list[Layer]:
-    """Return the converted layers of a root if its backend has no counters, else none."""
-    layers = prepared.compute.converted_layers(root)
-    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
-        return []
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-    return [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
-
-
 def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
     """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless `on_unproven="warn"`."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
@@ -276,8 +257,7 @@ def refuse_unproven(message: str, recipe: Recipe) -> None:
 
 
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
-    """Write a line such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
-    (bf16-exact)`."""
+    """Write such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
     kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)

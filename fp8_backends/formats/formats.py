@@ -4,8 +4,6 @@ E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 
 carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from numbers import Real

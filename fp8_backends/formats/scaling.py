@@ -12,8 +12,6 @@ A layer's state is an int32 tensor of FP32 bits: wrappers cast every floating-po
 bf16 is a wrong scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -338,8 +336,7 @@ def overshoot(states: torch.Tensor, format_max: torch.Tensor, warm_from: int) ->
 
 
 def is_clipped(over: torch.Tensor) -> torch.Tensor:
-    """Return True for each `overshoot` at which a tensor loses most of its values to clipping: bool [n, 3]. False for
-    an amax that is not finite."""
+    """Return True where an `overshoot` clips most values of a tensor: bool [n, 3]. False for a non-finite amax."""
     return (over > on_device(MOST_CLIPPED, over.device)) & torch.isfinite(over)
 
 
@@ -350,12 +347,7 @@ def on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def is_invalid(states: torch.Tensor, reads_history: bool) -> torch.Tensor:
     """Return True for each scale that is not a positive number, or history with an impossible amax: bool [n, 3].
-    Ignores the newest amax, which has not been rolled in.
-
-    Args:
-        reads_history: the rule takes the largest of the history, so an inf stops the scale until it leaves the history.
-            Otherwise an inf is harmless, and usual while a loss scaler looks for its limit.
-    """
+    Ignores the newest amax. An inf stops only a rule that `reads_history`, until it leaves the history."""
     scale, past = states[..., SCALE], states[..., HISTORY + 1 :]
     invalid = (scale <= 0) | (scale >= _INF)
     return invalid | ((past < 0) | (past >= _INF if reads_history else past > _INF)).any(-1)

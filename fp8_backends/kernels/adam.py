@@ -94,8 +94,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Write weights and states with scales from these amaxes. Return max |x| of each stored weight, 0-dim, or None
-        if no copy remains to be written."""
+        """Write weights and states with scales from these amaxes. Return max |x| of stored weights that need a copy."""
         return self._for_each_part(lambda steps, members: steps.write([amaxes[i] for i in members]))
 
     @torch.no_grad()

@@ -139,8 +139,7 @@ class Library:
         self._lock = threading.Lock()
 
     def loaded(self) -> ctypes.CDLL | None:
-        """Return the library, or None after a warning about the first failure. Retries later: disks are emptied and
-        machines get less busy."""
+        """Return the library, or None after a warning about the first failure. Later calls retry: disks get emptied."""
         # with a timeout: a process may be forked while another thread compiles
         if self._is_due() and self._lock.acquire(timeout=_LONGEST_WAIT):
             try:
@@ -170,8 +169,7 @@ class Library:
 
 
 def _load(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
-    """Load the library from the cache, else from a temporary folder. Raises OSError if both fail, and
-    `subprocess.TimeoutExpired` for an endless compiler."""
+    """Load the library from the cache, else from a temporary folder. Raises OSError, or `TimeoutExpired`."""
     try:
         return ctypes.CDLL(str(_compiled_once(_cache(), source, flags, name)))
     except OSError as error:
@@ -265,11 +263,8 @@ def _locked(lock: Path) -> Iterator[None]:
 
 
 def _compiled(folder: Path, stem: str, command: list[str]) -> Path:
-    """Compile in a folder inside this one, with OpenMP if possible, and rename the library into place.
-
-    Raises:
-        OSError: with the compiler's messages, or without a compiler.
-    """
+    """Compile in a folder inside this one, with OpenMP if possible, and rename the library into place. Raises OSError
+    with the compiler's messages, or without a compiler."""
     for build in folder.glob("build-*"):  # of killed processes
         with contextlib.suppress(OSError):
             if time.time() - build.stat().st_mtime > _ABANDONED_AFTER:
@@ -290,8 +285,7 @@ def _compiled(folder: Path, stem: str, command: list[str]) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a compiler with its temporary files in that folder. Its messages go to a file, as programs that outlive it
-    would keep a pipe open."""
+    """Run a compiler with its temporary files in that folder. Its messages go to a file: a pipe could stay open."""
     with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
         done = subprocess.run(
             command,

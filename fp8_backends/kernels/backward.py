@@ -3,8 +3,6 @@
 Each is one Triton kernel on a GPU, one pass over its bytes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..formats.formats import E4M3

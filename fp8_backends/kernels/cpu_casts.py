@@ -4,8 +4,6 @@ Page faults on large FP32 copies cost more than the arithmetic. Codes are decode
 through a table: five times faster than torch's E4M3 cast. Nothing here is traced: some values are read on the host.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading
@@ -244,8 +242,7 @@ _thread = threading.local()
 
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return a thread's uninitialized buffer of that name, up to a limit: faulting in fresh pages costs more than the
-    arithmetic."""
+    """Return a thread's uninitialized buffer of that name, up to a limit: fresh pages cost more than arithmetic."""
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_SCRATCH:
         return torch.empty(shape, dtype=dtype)

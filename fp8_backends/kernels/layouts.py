@@ -1,7 +1,5 @@
 """Layouts of kernel results: quantized matrices for products, and messages between ranks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ PyTorch operations process chunks that stay in a CPU core's cache; on a GPU the 
 arbitrarily in a non-finite block, with its scale of NaN.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -79,11 +77,8 @@ def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
 
 @_with_kernel
 def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -> torch.Tensor:
-    """Return the message of the sum of `received` over `divisor`, uint8 [1, bytes].
-
-    Args:
-        received: uint8 [ranks, bytes]. `own`, [columns] in any dtype, replaces row `rank`.
-    """
+    """Return the message, uint8 [1, bytes], of the sum of `received`, uint8 [ranks, bytes], over `divisor`. `own`,
+    [columns] in any dtype, replaces row `rank`."""
     message = torch.empty_like(received[:1])
     for first, total, spare in _sums(received, own, rank):
         _encode(total.div_(divisor), message[0], own.shape[0], first, spare)

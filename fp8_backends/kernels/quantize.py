@@ -5,8 +5,6 @@ only along contiguous memory. Triton kernels write both layouts in one pass. On 
 are computed once and products read views.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..formats.formats import Format, saturating_cast

@@ -4,8 +4,6 @@ Integer operations are vectorized on every CPU and available on GPUs without FP8
 do the same, to the bit.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..formats.formats import E4M11, ROOT8, Format

@@ -4,8 +4,6 @@ Environment variable `FP8_BACKENDS_TRITON`: `0`, set before a GPU's first tensor
 `interpret`, with Triton's own `TRITON_INTERPRET=1`, runs the kernels on CPU tensors, slowly, for tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -79,11 +77,8 @@ def stream_of(tensor: torch.Tensor) -> int | None:
 
 
 def on_device(numbers: list, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy numbers to a device without waiting.
-
-    Raises:
-        FP8BackendError: during CUDA graph capture, as replays would read freed host memory.
-    """
+    """Copy numbers to a device without waiting. Raises `FP8BackendError` during CUDA graph capture: replays would read
+    freed host memory."""
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and torch.cuda.is_current_stream_capturing():
         raise FP8BackendError(

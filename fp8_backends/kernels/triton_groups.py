@@ -76,12 +76,9 @@ def quantize_experts(
     *,
     lines: bool = False,
 ) -> Layouts:
-    """Quantize matrices as one group each: weight [experts, rows, columns].
-
-    Returns:
-        As in `quantize_groups`, for each expert: codes [experts, rows', columns'] and scale_inv [experts, rows'];
-        transposed [experts, columns', rows'] and transposed_scale_inv [experts, columns'].
-    """
+    """Quantize matrices as one group each: weight [experts, rows, columns]. Returns `quantize_groups` of each expert:
+    codes [experts, rows', columns'], scale_inv [experts, rows']; transposed [experts, columns', rows'], and its
+    scale_inv [experts, columns']."""
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
     return _quantize(weight, len(weight), None, None, fmt, scale, rows, columns, lines)
 
@@ -91,8 +88,7 @@ def _padded(length: int) -> int:
 
 
 def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
-    """Quantize x [matrices, rows, columns], contiguous in the last dimension. Without owners, each matrix is a group,
-    with rows in order."""
+    """Quantize x [matrices, rows, columns], contiguous in the last dimension. No owners: a matrix is a group."""
     places = _padded(x.shape[1]) if owners is None else len(owners)
     matrices, _, width = x.shape
     padded, device = _padded(width), x.device

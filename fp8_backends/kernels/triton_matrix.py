@@ -50,8 +50,7 @@ AMAX_TILE, AMAX_ROW_TILE = Tile(1, 8192, 8), Tile(16, 512, 8)
 CAST_TILE = Tile(64, 128, 4)
 """128 bytes of codes in a row and 64 in a transposed one, whole memory sectors; four programs fit a multiprocessor."""
 AMAX_PROGRAMS = 1024
-"""Most programs of the amax pass. Each stores a maximum, and each program of the cast reads them all: without atomics,
-nothing needs zeroing first."""
+"""Most programs of the amax pass. The cast reads every stored maximum: without atomics, nothing needs zeroing."""
 _AMAX_PROGRAMS_AT_A_TIME = 4
 """Programs that fit the registers of a multiprocessor."""
 
@@ -82,8 +81,7 @@ def quantize(
     amax: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
-    """Run `quantize.quantize`, in one pass for a given scale, else after an amax pass. Copies a matrix first unless one
-    of its strides is 1. tile: of one program of the cast."""
+    """Run `quantize.quantize`, in one pass for a given scale, else in two. Copies a matrix without a stride of 1."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0

@@ -4,8 +4,6 @@
 weights, connect the ranks, watch the optimizer.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

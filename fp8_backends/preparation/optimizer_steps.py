@@ -1,7 +1,5 @@
 """Follow the steps of an optimizer that trains prepared models."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 
@@ -23,11 +21,8 @@ from ..words import listed
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated.
-
-    Raises:
-        FP8BackendError: levels do not support this class, or it has an option without a scaled form.
-    """
+    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated. Raises
+    `FP8BackendError` for an unsupported class, or an option without a scaled form."""
     if recipe.level != "O0":
         optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
 
@@ -54,14 +49,13 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     features.run("after_proof", models, inner, recipe)
     if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
-        scaling_state.StateDictHooks(inner, after_step.modules_of)
+        scaling_state.add_to_state_dict(inner, after_step.modules_of)
     after_step.add(models)
     ddp.follow(inner)
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Assign the optimizer states of each weight, and its master or residual, to one rank of its DDP. Every rank calls
-    it, after `connect_ranks`."""
+    """Assign each weight's optimizer states, master or residual to a rank of its DDP. All ranks call it."""
     scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
     weights = [p for p in scaled if ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
@@ -71,16 +65,8 @@ def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
         optimizer.forget_others()
 
 
-NO_OPTIMIZER = (
-    "added after the model was prepared, in no prepared optimizer, and so not trained: call "
-    "optimizer.add_param_group, or make the optimizer and prepare both when the model is complete"
-)
-"""Warning about trainable parameters that a step left unchanged."""
-
-
 class AfterStep:
-    """Run after each optimizer step: notify the backends, and warn about layers added after `prepare` and parameters
-    that no optimizer trains."""
+    """Run after each optimizer step: notify the backends, and warn about new layers and untrained parameters."""
 
     def __init__(self) -> None:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -105,7 +91,11 @@ class AfterStep:
                 left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
-                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
+                    logger.warning(
+                        f"{prepared.recipe.name}: {listed(new)}: added after the model was prepared, in no prepared "
+                        "optimizer, and so not trained: call optimizer.add_param_group, or make the optimizer and "
+                        "prepare both when the model is complete"
+                    )
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:

@@ -1,8 +1,7 @@
 """Connect a prepared model to the other ranks: gradients, scaling states, weights as codes."""
 
-from __future__ import annotations
-
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,37 +15,30 @@ from ..states import levels
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel` or `fully_shard`,
-    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing.
-
-    Raises:
-        FP8BackendError: it was wrapped before it was prepared, or FP8 does not support the named wrapper.
-    """
+    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing. Raises
+    `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the wrapper."""
     for wrapper in ddp.wrappers(model):
         if roots := prepared_roots(wrapper.module):
             for _, _, prepared in roots:
                 prepared.observed.wrapper = weakref.ref(wrapper)
-            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
+            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, partial(scaling_buffers, roots))
     roots = prepared_roots(model)
+    states = partial(scaling_buffers, roots)
     if fsdp2.fsdp_modules(model):
         for _, root, prepared in roots:
             prepared.compute.keep_weight_casts(root, False)
             features.run("before_gathers", root)
-        fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
+        fsdp2.connect(model, recipe.comm, states)
         levels.watch_shards(model)
         travelling: dict[fsdp2.Place, fsdp2.Travelling] = {}
         for _, root, prepared in roots:
             travelling |= prepared.compute.travelling(root, prepared.recipe)
         fsdp2.connect_weights(model, travelling)
     elif fsdp2.tensor_parallel_ranks(model) > 1:
-        fsdp2.agree(model, ScalingBuffers(roots))
+        fsdp2.agree(model, states)
         levels.expect_equal_gradients(model)
 
 
-class ScalingBuffers:
-    """Return the live scaling states of prepared roots, in a fixed order, when called. Copied with the model."""
-
-    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
-        self.roots = [(root, prepared.compute) for _, root, prepared in roots]
-
-    def __call__(self) -> list[torch.Tensor]:
-        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
+def scaling_buffers(roots: list[tuple[str, nn.Module, Prepared]]) -> list[torch.Tensor]:
+    """Return the live scaling states of prepared roots, in a fixed order."""
+    return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]

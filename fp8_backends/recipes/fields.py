@@ -104,8 +104,7 @@ def _path(value: Any) -> str:
 
 
 def _off_or(*words: str) -> Callable[[Any], str]:
-    """Return a parser of "off" or one of these words. It reads False and its texts as "off": YAML parses a bare `off`
-    as False, and Accelerate's launcher exports that."""
+    """Return a parser of "off" or one of these words. YAML parses a bare `off` as False, so that is "off", too."""
     one = one_of("off", *words)
 
     def parse(value: Any) -> str:

@@ -354,8 +354,7 @@ def resolve(spec: Spec = None) -> FP8RecipeKwargs:
 
 
 def chosen_by_auto(recipe: FP8RecipeKwargs) -> tuple[FP8RecipeKwargs, str]:
-    """Choose the backend of an `auto` recipe on this machine; return the recipe and the reason. Raises `RecipeError` if
-    no candidate honours its fields."""
+    """Return the `auto` recipe with this machine's backend, and the reason. Raises `RecipeError` without one."""
     backend, reason = registry.auto_choice(lambda backend: refusal_of(backend, recipe.to_kwargs()) is None)
     return recipe.replace(backend=backend), reason
 
@@ -382,21 +381,16 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     """
     try:
         asked = environment_fields(environ)
-        if not is_launched(environ):
-            _check_level_has_backend(asked, asked.get("backend", AUTO))
+        names_msamp = any(word in asked.get("backend", AUTO).lower() for word in MSAMP)
+        if "opt_level" in asked and not names_msamp and not is_launched(environ):
+            level = shortened(asked["opt_level"])  # Accelerate's launcher always exports one
+            raise RecipeError(
+                f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "
+                f"or COMPUTE+msamp:{level}, or leave it out"
+            )
         return FP8RecipeKwargs(**asked) if asked else None
     except RecipeError as error:
         raise RecipeError(f"{environment_name(environ)} in the environment: {error}") from None
-
-
-def _check_level_has_backend(asked: Mapping[str, Any], backend: str) -> None:
-    """Refuse `ACCELERATE_FP8_OPT_LEVEL` without a backend that names msamp: Accelerate's launcher always exports it."""
-    if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
-        level = shortened(asked["opt_level"])
-        raise RecipeError(
-            f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "
-            f"or COMPUTE+msamp:{level}, or leave it out"
-        )
 
 
 def _as_recipe(spec: Any) -> FP8RecipeKwargs:

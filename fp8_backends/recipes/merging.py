@@ -4,8 +4,6 @@ The stronger place wins, field by field. A field from a weaker place that the ch
 unless it is a default that the place fills in.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,37 +43,33 @@ def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
         name = parse_backend(naming["backend"])
     for part, field in (("scaling", "scaling"), ("level", "opt_level")):
         by = _strongest(sources, field)
-        if by is None or _is_idle_level(sources[by], field, name):
+        if by is None:
             continue
-        if by == at and field in sources[by].idle and getattr(name, part):
-            continue  # its default, beside another value in the string
+        source, is_idle = sources[by], field in sources[by].idle
+        if field == "opt_level" and not source.selects_levels and name.level is None:
+            if is_idle:
+                continue
+            level = source.fields[field]
+            raise RecipeError(
+                f"{source.places[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
+                f"COMPUTE+msamp:{level}, or leave it out"
+            )
+        if by == at and is_idle and getattr(name, part):
+            continue  # its default, and the string has another value
         if at is not None and by < at and getattr(name, part):
             name = name._replace(**{part: None if part == "scaling" else ""})
             scaling = f":{name.scaling}" if name.scaling else ""
             level = "" if name.level is None else f"+msamp:{name.level}".rstrip(":")
             naming["backend"] = f"{name.compute}{scaling}{level}"
         if at is None or by <= at or not getattr(name, part):
-            naming[field] = sources[by].fields[field]
-            _check_naming(naming, sources[by], field)
+            naming[field] = source.fields[field]
+            _check_naming(naming, source, field)
     return naming
 
 
 def _strongest(sources: Sequence[Source], field: str) -> int | None:
     """Return the index of the strongest place with this field."""
     return next((i for i, source in enumerate(sources) if source.fields.get(field) is not None), None)
-
-
-def _is_idle_level(source: Source, field: str, name: BackendName) -> bool:
-    """Return True for a default level that selects nothing. Raises `RecipeError` for another such level."""
-    if field != "opt_level" or source.selects_levels or name.level is not None:
-        return False
-    if field in source.idle:
-        return True
-    level = source.fields[field]
-    raise RecipeError(
-        f"{source.places[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
-        f"COMPUTE+msamp:{level}, or leave it out"
-    )
 
 
 def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None:
@@ -99,7 +93,13 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LA
     """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a handler with
     another backend ignores them. Return the recipe, and a warning in one line if the script overrides the launch. In
     Accelerate's handlers, which fill in every field, a value equal to the default counts as not given."""
-    name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
+    name, recipe = type(handler).__name__, handler
+    if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
+        fields = {key: value for key, value in foreign_fields(handler).items() if value is not None}
+        ours = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[fields.pop("backend").lower()]
+        if ours is MSAMPRecipeKwargs and fields.get("opt_level") == "O2":
+            del fields["opt_level"]
+        recipe = ours(**fields)
     launch_recipe = FP8RecipeKwargs(**launched)
     if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):
         warning = f"{name} in the script means {recipe.name}, {origin} said {_written(launched)}: "
@@ -122,15 +122,6 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LA
             f"{_written(overridden)}: the script's value is used"
         )
     return FP8RecipeKwargs(**merged([code, launch])), warning
-
-
-def _own_handler(handler: Any) -> Recipe:
-    """Translate Accelerate's handler to ours of the same name."""
-    fields = {name: value for name, value in foreign_fields(handler).items() if value is not None}
-    ours = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[fields.pop("backend").lower()]
-    if ours is MSAMPRecipeKwargs and fields.get("opt_level") == "O2":
-        del fields["opt_level"]
-    return ours(**fields)
 
 
 def _agree_on_backend(recipe: Recipe, launched: Recipe) -> bool:

@@ -3,8 +3,6 @@
 The rows are MS-AMP's table of optimization levels, extended by O0 and O4. `audit` measures live tensors instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..compute import registry

@@ -1,8 +1,6 @@
 """Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as fields of
 `FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import difflib
@@ -147,8 +145,7 @@ _WHY_NOT = {
 
 
 def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
-    """Read the fields, and refuse any other attribute with a value other than its class has: the `te` backend creates
-    its own recipe of that class."""
+    """Read the fields; refuse other attributes that differ from their class: `te` creates its own recipe of it."""
     scaling, read = _TE_RECIPES[class_name]
     cls = type(spec)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
@@ -177,8 +174,7 @@ def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
 
 
 LAUNCHED = "FP8_BACKENDS_RECIPE"
-"""Variable by which `fp8-backends launch` passes the recipe to its workers, in place of `ACCELERATE_FP8_*`: JSON of the
-given fields of `FP8RecipeKwargs`, percent-encoded if a remote shell reads it."""
+"""Variable with the launched recipe for workers: JSON of given fields, percent-encoded for a remote shell."""
 
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 """Accelerate's launcher exports `override_linear_precision` as these three."""
@@ -215,7 +211,15 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
     """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the launcher's defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
-        return _launched_fields(environ[LAUNCHED])
+        text = environ[LAUNCHED]
+        try:
+            given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            wanted = 'not a JSON object of recipe fields, such as {"backend": "native:rowwise"}'
+            raise RecipeError(f"{wanted}: {shown(text)}")
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     texts = variables(environ)
     overrides = [texts.pop(suffix, "False") for suffix in _OVERRIDES]
     fields: dict[str, Any] = {}
@@ -230,21 +234,18 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
             raise RecipeError(
                 f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says {shown(fields[field.name])}"
             )
-    if any(flags := _override_flags(overrides)):
-        fields["override_linear_precision"] = flags
+    try:
+        if any(flags := three_flags(overrides)):
+            fields["override_linear_precision"] = flags
+    except ValueError:
+        named = ", ".join(f"{suffix}={shortened(text)}" for suffix, text in zip(_OVERRIDES, overrides, strict=True))
+        raise RecipeError(
+            f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
+            '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
+        ) from None
     if fields.get("backend", "").lower() == "no":
         del fields["backend"]
     return fields
-
-
-def _launched_fields(text: str) -> dict[str, Any]:
-    try:
-        given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {shown(text)}')
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -257,17 +258,6 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         if texts.setdefault(suffix, text) != text:
             raise RecipeError(f"{PREFIX}{suffix} is set twice, to {shown(texts[suffix])} and {shown(text)}")
     return texts
-
-
-def _override_flags(texts: list[str]) -> tuple[bool, ...]:
-    try:
-        return three_flags(texts)
-    except ValueError:
-        named = ", ".join(f"{suffix}={shortened(text)}" for suffix, text in zip(_OVERRIDES, texts, strict=True))
-        raise RecipeError(
-            f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
-            '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
-        ) from None
 
 
 class Source(NamedTuple):
@@ -286,8 +276,7 @@ class Source(NamedTuple):
 def add_field(
     fields: dict[str, Any], places: dict[str, str], match: tuple[Field, Variable], value: Any, place: str
 ) -> Any:
-    """Parse a value from `place` and add it; return it, or None if it means "not given". Raises `RecipeError` that
-    begins with the place, also if another name of the field has another value."""
+    """Parse a value from `place` and add it; return it, None if not given. Raises `RecipeError` with the place."""
     field, variable = match
     try:
         parsed = variable_value(field, variable, value)
@@ -360,15 +349,11 @@ PLUGINS = {
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
-"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8 from high-precision masters; that
-changes communication and not products, and this package leaves weights as stored."""
-_CURRENT_SCALING = "with_fp8_current_scaling_mixed"
-_KEYS_OF_PLUGINS = ("precision", "mixed_precision")
+"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8, which changes no product."""
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Translate NeMo's and Megatron's names; return the fields, and True if any was translated. Raises `RecipeError`
-    for an unsupported argument, and for two names of a field that disagree."""
+    """Translate NeMo's and Megatron's names; return fields, and True if any was translated. Raises `RecipeError`."""
     plain = {_plain(name): value for name, value in values.items()}
     if len(plain) < len(values):
         spelled = collections.Counter(map(_plain, values))
@@ -383,8 +368,19 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         if name in REFUSED and not idle and _holds(lambda value=value: value, otherwise=True):
             raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
     for name, value in theirs.items():
-        if name in NAMES and value is not None:
-            _add_renamed(fields, name, value)
+        if name not in NAMES or value is None:
+            continue
+        field, reads = NAMES[name]
+        try:
+            meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
+        except ValueError as error:
+            raise RecipeError(f"{name}: {error}") from None
+        present = fields.get(field.name)
+        if present is not None and not _holds(lambda present=present, pair=(value, meant): present in pair):
+            raise RecipeError(
+                f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one field: leave one out"
+            )
+        fields[field.name] = meant
     given = {name: value for name, value in fields.items() if value is not None}
     fields = {**fields, **plugin, **given}  # an argument overrides its plug-in
     spelled = any(name.startswith("--") and name != "--backend" for name in values)
@@ -402,7 +398,7 @@ def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     def spelled(key: str) -> str:
         return _plain(plain[key]).lower() if isinstance(plain.get(key), str) else ""
 
-    named = [key for key in _KEYS_OF_PLUGINS if key in plain]
+    named = [key for key in ("precision", "mixed_precision") if key in plain]
     if spelled("backend").startswith(("bf16_with_", "fp16_with_")):
         named.append("backend")
     if len(named) > 1:
@@ -413,7 +409,7 @@ def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     written = f"{named[0]}={shown(plain.pop(named[0]))}"
     if dtype in ("bf16", "fp16") and rest in PLUGINS:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
-    if rest.endswith(_CURRENT_SCALING):
+    if rest.endswith("with_fp8_current_scaling_mixed"):
         raise RecipeError(
             f"{written} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
         )
@@ -422,17 +418,3 @@ def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
         f"{written} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; "
         f"known are {', '.join(names)}"
     )
-
-
-def _add_renamed(fields: dict[str, Any], name: str, value: Any) -> None:
-    field, reads = NAMES[name]
-    try:
-        meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
-    except ValueError as error:
-        raise RecipeError(f"{name}: {error}") from None
-    present = fields.get(field.name)
-    if present is not None and not _holds(lambda: present in (value, meant)):
-        raise RecipeError(
-            f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one field: leave one out"
-        )
-    fields[field.name] = meant

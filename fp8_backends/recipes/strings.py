@@ -3,8 +3,6 @@
 COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ..compute import registry
@@ -62,8 +60,7 @@ def names_backend(precision: Any) -> bool:
 
 
 def canonical_name(compute: str, scaling: str, level: str | None) -> str:
-    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`, or `msamp:O2` for native:window. `level`
-    None: the string names no level."""
+    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`. `level` None: the string names none."""
     if level is not None and (compute, scaling) == _MSAMP_MEANS:
         return f"msamp:{level}"
     return f"{compute}:{scaling}" + (f"+msamp:{level}" if level is not None else "")

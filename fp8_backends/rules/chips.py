@@ -7,10 +7,6 @@ from .setup import Setup, error, warning
 
 TORCH = (2, 11)
 """The oldest PyTorch in this package's tests (`install_requires`)."""
-FSDP2_TORCH = (2, 6)
-"""Accelerate's own bound (`FSDP2_PYTORCH_VERSION`)."""
-REDUCE_SCATTER_TORCH = (2, 9)
-"""The first PyTorch with the `FSDPModule.set_custom_reduce_scatter` called by `comm.fsdp2`."""
 CUDA = (12, 4)
 """The oldest CUDA for FP8 training according to Axolotl and TorchAO."""
 
@@ -70,19 +66,6 @@ CHIP_RULES = (
         lambda s: _old_torch(s, TORCH),
         f"this package was tried with torch {release(TORCH)} and newer",
         f"install torch {release(TORCH)} or newer",
-    ),
-    error(
-        "fsdp2_torch",
-        lambda s: s.parallel == "fsdp2" and _old_torch(s, FSDP2_TORCH),
-        f"Accelerate's FSDP2 needs torch {release(FSDP2_TORCH)} or newer",
-        f"install torch {release(TORCH)} or newer",
-    ),
-    error(
-        "fp8_gradients_torch",
-        lambda s: s.parallel == "fsdp2" and s.recipe.comm == "fp8" and _old_torch(s, REDUCE_SCATTER_TORCH),
-        f"gradients in FP8 under FSDP2 need a custom reduce-scatter, which torch has from "
-        f"{release(REDUCE_SCATTER_TORCH)} on",
-        'set gradient_comm="plain", or install a newer torch',
     ),
     error(
         "rowwise_cpu_torch",

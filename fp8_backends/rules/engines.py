@@ -2,6 +2,7 @@
 
 from ..comm.ddp import HOOK_AT_A_LEVEL
 from ..compute.frozen_weights import SHARDED
+from ..words import listed
 from .setup import Rule, Setup, error, info, refused, warning
 
 
@@ -137,7 +138,7 @@ ENGINE_RULES = (
         lambda s: (
             s.parallel == "fsdp2"
             and bool(s.cpu_ram_efficient_loading and s.persistent_buffers)
-            and ", ".join(s.persistent_buffers[:3]) + (", …" if len(s.persistent_buffers) > 3 else "")
+            and listed(s.persistent_buffers, 3)
         ),
         "with cpu_ram_efficient_loading Accelerate's FSDP2 takes every entry of the state dict for a sharded "
         "parameter: a buffer in it ends in \"'Tensor' object has no attribute 'device_mesh'\"",
@@ -222,8 +223,7 @@ COMPILATION_RULES = (
 )
 
 AT_LEVELS = ("adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "muon", "torch.optim.adafactor")
-"""Names for the classes of `torch.optim` converted by levels. The `adafactor` of transformers and Axolotl differs from
-PyTorch's."""
+"""Names for the classes of `torch.optim` converted by levels. transformers' and Axolotl's `adafactor` differs."""
 BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
 
 

@@ -4,12 +4,10 @@ Sources: TorchAO's automatic filters (layers), Accelerate's documentation of Tra
 second over bf16 (models) by AWS on P5 with TransformerEngine, Axolotl with FSDP2 and FP8 all-gather, and TorchAO.
 """
 
-from collections.abc import Sequence
-
 from ..compute.frozen_weights import TRAINS
 from ..convert import quantized_layers
 from ..recipes.handlers import Recipe
-from ..words import share
+from ..words import listed, share
 from .setup import Setup, error, info, number, warning
 
 SMALLEST_MEASURED = 10**9
@@ -45,15 +43,11 @@ def _unaligned(name: str, size: int | None, recipe: Recipe) -> str:
 
 def _unpadded(setup: Setup) -> str:
     reasons = setup.expected.high_precision if setup.expected else {}
-    return _listed([name for name, reason in reasons.items() if reason and "cannot pad" in reason])
+    return listed((name for name, reason in reasons.items() if reason and "cannot pad" in reason), 3)
 
 
 def _reasons(setup: Setup) -> str:
     return "; ".join(dict.fromkeys(filter(None, setup.expected.high_precision.values())))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _leaves_tokens(setup: Setup) -> bool:
@@ -140,7 +134,7 @@ MODEL_RULES = (
         "leave pad_inner_dim out (it pads), or pad sequences to a multiple of 16",
     ),
     error("fp8_params_trains", lambda s: s.recipe.fp8_params and s.linear_trains, *TRAINS),
-    error("fp8_checkpoint_trains", lambda s: _listed(s.codes_that_train), *quantized_layers.TRAINS),
+    error("fp8_checkpoint_trains", lambda s: listed(s.codes_that_train, 3), *quantized_layers.TRAINS),
     warning(
         "quantized_base",
         lambda s: bool(s.quantized_base),

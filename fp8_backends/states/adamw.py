@@ -6,8 +6,6 @@ parameters if the device has one (`kernels`). PyTorch's own implementation steps
 with FP32 states (O1, or tensors of fewer than 4096 elements).
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Sequence
@@ -95,8 +93,7 @@ class ScaledMoments(ScaledStates):
         _remember_amaxes(jobs, views)
 
     def _job(self, view: LocalView, hyper: torch.Tensor) -> Job:
-        """Return the step of one parameter: in one pass with a record, unless nothing has a scale, or eps is too small
-        to bound an update, or no kernel keeps records."""
+        """Return the step of one parameter, in one pass with a record if kernels and eps bound every scale."""
         job = Job(
             slot_of(_contiguous(view.weight)),
             slot_of(_contiguous(view.gradient)),
@@ -152,8 +149,7 @@ class ScaledMoments(ScaledStates):
     def _rounded_step(
         self, group: dict[str, Any], state: dict[str, Any], weight: ScaledTensor, index: int
     ) -> ScaledTensor:
-        """Return a copy of the weight after a step with unchanged moments: divided by the betas, then multiplied by
-        them again in a step with a gradient of zero."""
+        """Return a copy of the weight after a step with a gradient of zero and moments divided by their betas."""
         stepped = copy.deepcopy(weight.detach())
         moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
@@ -186,8 +182,7 @@ def _recorded_parts(view: LocalView) -> list[torch.Tensor]:
 
 
 def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
-    """Give whole weights the amaxes of their data from the records, for the casts of the next forward. Pairs have none:
-    the record covers codes with residuals, and their codes are not cast."""
+    """Give whole weights the amaxes of their data from the records, for the next forward's casts. Pairs have none."""
     recorded = [
         (view.weight, job.record)
         for job, view in zip(jobs, views, strict=True)

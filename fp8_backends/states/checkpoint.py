@@ -6,8 +6,6 @@ again: the grid of their own amax holds all of them. A state of a DTensor is sav
 checkpoint is written (`whole_states`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,21 +15,12 @@ from typing import Any
 import torch
 
 from ..errors import FP8BackendError
-from ..formats.formats import (
-    COUNT,
-    FINITE,
-    FINITE_IN_FP64,
-    FORMAT_OF,
-    NOT_NEGATIVE,
-    NOT_NEGATIVE_IN_FP64,
-    POSITIVE,
-    Range,
-    check_values,
-)
+from ..formats import formats
+from ..formats.formats import FORMAT_OF, Range, check_values
 from ..tensors.encoding import amax_of
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
-from ..torch_tools.optimizers import check_is_optimizer, unwrapped
+from ..torch_tools.optimizers import check_is_optimizer, parameters_by_key, unwrapped
 from ..words import counted
 from .levels import write_weight_shards
 from .sharding import agree, shard_of
@@ -45,7 +34,7 @@ MASTER, STEP = "master_weight", "step"
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with more precision than its dtype
     (scaled FP16 for BF16) as `master_weight`, so that a resumed run is equal to the bit."""
-    for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
+    for key, p in parameters_by_key(optimizer, state_dict).items():
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
@@ -56,8 +45,7 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
-    """Return one state as a plain tensor. Scaled ones go to the CPU, since their values may not fit on a GPU; as BF16
-    if it represents them exactly (FP8 with a power of two as its scale)."""
+    """Return one state as a plain tensor: scaled ones on the CPU, in BF16 if it represents them exactly."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
@@ -70,14 +58,9 @@ def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
-    """Load a state dict that has passed `check_states`.
-
-    Args:
-        load: PyTorch's own `load_state_dict`. It gets everything except declared states and masters.
-    """
-    groups = list(optimizer.param_groups)
+    """Load a state dict that has passed `check_states`: declared states and masters, all else by PyTorch's `load`."""
+    groups, parameters = list(optimizer.param_groups), parameters_by_key(optimizer, state_dict)
     heavy, light = {}, {}
-    parameters = _parameters_of(groups, state_dict)
     for key, state in state_dict["state"].items():
         names = (*optimizer.fp8_declared.roles, *optimizer.fp8_declared.exact_states(parameters[key].shape), MASTER)
         heavy[key] = {name: state[name] for name in names if name in state}
@@ -90,11 +73,6 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
     optimizer.param_groups[:] = groups
     for key, p in parameters.items():
         _load_heavy(optimizer, p, heavy.get(key, {}))
-
-
-def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    return dict(zip(keys, [p for group in groups for p in group["params"]], strict=True))
 
 
 @torch.no_grad()
@@ -113,8 +91,7 @@ def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[s
 
 
 def store_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-    """Store the declared states of `p` in their formats. Values may be plain or scaled, whole or DTensors. All ranks
-    call this if `p` or a value is a DTensor."""
+    """Store declared states of `p`, plain or scaled, whole or DTensors. With a DTensor, all ranks call this."""
     for name in optimizer.fp8_declared.roles:
         if name in values:
             optimizer.state[p][name] = _stored_moment(p, values[name], *optimizer.moment_format(p, name))
@@ -195,8 +172,7 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give placeholders from `state_dict()` while a checkpoint is loaded and states are shared out: some loaders read
-    its names and shapes."""
+    """Give placeholders from `state_dict()` while a checkpoint is loaded: some loaders read its names and shapes."""
     with _outermost(unwrapped(optimizer), receives=False) as weights:
         for p in weights:
             _put_placeholder(p)
@@ -230,8 +206,7 @@ def _put_placeholder(p: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, receives: bool, moments: bool) -> None:
-    """Send one weight's moments, and its master or residual, from its owner to all ranks. A rank that does not receive
-    holds one weight's at a time."""
+    """Send one weight's moments, and its master or residual, from its owner to all ranks, one weight at a time."""
     owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
     owners.drop(p)
     if owners.owns(p):
@@ -265,9 +240,9 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
 _STORED = (*FORMAT_OF, torch.float32)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOMENTS = {
-    "first_moment": (FINITE, FINITE_IN_FP64),
-    "direction": (FINITE, FINITE_IN_FP64),
-    "second_moment": (NOT_NEGATIVE, NOT_NEGATIVE_IN_FP64),
+    "first_moment": (formats.FINITE, formats.FINITE_IN_FP64),
+    "direction": (formats.FINITE, formats.FINITE_IN_FP64),
+    "second_moment": (formats.NOT_NEGATIVE, formats.NOT_NEGATIVE_IN_FP64),
 }
 """Role of a state -> its range in FP32, and for a parameter in FP64."""
 _CHOICES = ("foreach", "fused")
@@ -349,7 +324,7 @@ def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
 def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
     """Check a group's saved options against the kinds of the optimizer's defaults."""
     for name, default in optimizer.defaults.items():
-        value, allowed = group.get(name), optimizer.fp8_declared.ranges.get(name, FINITE)
+        value, allowed = group.get(name), optimizer.fp8_declared.ranges.get(name, formats.FINITE)
         if name in _CHOICES or isinstance(default, bool):
             value = group.get(name, False)
             if not isinstance(value, bool) and not (name in _CHOICES and value is None):
@@ -386,9 +361,9 @@ def _check_state(
     if missing := [name for name in (*[STEP] * declared.counts, *tensors) if name not in state]:
         raise FP8BackendError(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
     if STEP in state:
-        _check_number(state[STEP], COUNT, f"{STEP} of {where}")
+        _check_number(state[STEP], formats.COUNT, f"{STEP} of {where}")
     if MASTER in state and isinstance(local_part(p), ScaledTensor):
-        tensors[MASTER] = (p.shape, FINITE)
+        tensors[MASTER] = (p.shape, formats.FINITE)
     for name, (shape, allowed) in tensors.items():
         _check_tensor(p, state[name], shape, allowed, f"{name} of {where}")
 
@@ -410,5 +385,5 @@ def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Ra
         has_rest = local.elsewhere is not None or local.rest is not None
         if local.accumulates or has_rest or local.codes.dtype not in _STORED:
             raise FP8BackendError(f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}")
-        check_values(local.scale_inv, POSITIVE, f"the scale of {name}", _LOST)
+        check_values(local.scale_inv, formats.POSITIVE, f"the scale of {name}", _LOST)
     check_values(local.exact(torch.float32) if scaled else local, allowed, name, _LOST)

@@ -9,8 +9,6 @@ Under DDP the reducer of scaled weights calls `take`; parameters reduced by DDP 
 early, and are stepped in `step()`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -105,11 +103,8 @@ class GradientRelease:
             )
 
     def take(self, p: torch.Tensor) -> None:
-        """Step a parameter with its complete gradient, now or together with others of this backward pass.
-
-        Raises:
-            FP8BackendError: this is the second gradient since the last `step()`.
-        """
+        """Step a parameter with its complete gradient, now or together with others of this backward pass. Raises
+        `FP8BackendError` for a second gradient since the last `step()`."""
         optimizer = self._optimizer()
         if optimizer is None or p.grad is None:
             return
@@ -147,12 +142,8 @@ class GradientRelease:
         self._options = [_options(group) for group in optimizer.param_groups]
 
     def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Step pre-hook: hide each `DroppedGradient` during the step.
-
-        Raises:
-            FP8BackendError: a closure, options changed since backward, a new gradient of a stepped parameter, or a
-                dropped gradient cleared before the step.
-        """
+        """Hide each `DroppedGradient` during the step: a step pre-hook. Raises `FP8BackendError` for a closure, options
+        changed since backward, a new gradient of a stepped parameter, or a dropped one that was cleared."""
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args begins with the optimizer
             raise FP8BackendError(
                 "gradient_release: step(closure) runs backward inside the step, and backward makes the steps here: "

@@ -4,19 +4,18 @@ A weight changes inside its Parameter object. A complete gradient becomes E4M3 a
 high precision. While microbatches accumulate, a gradient is FP32 and rounds once at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import FP8BackendError
 from ..formats.formats import ROOT8
+from ..recipes.handlers import Recipe
 from ..tensors.parameter_swap import KeepsBelongings, refuse_if_held, swap
 from ..tensors.scaled_tensor import (
     SHARD,
@@ -29,9 +28,6 @@ from ..tensors.scaled_tensor import (
 )
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 from ..torch_tools.modules import owner_of, weight_name
-
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
 
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
@@ -75,8 +71,7 @@ class StateRule(NamedTuple):
 
     @property
     def direction(self) -> StateFormat:
-        """Averages of gradients before they are made orthogonal: small directions then count as much as large ones, and
-        FP8 rounding noise would be among them. Two bytes."""
+        """Averages of gradients before they are made orthogonal. Two bytes: FP8's noise would count as a direction."""
         return self.first_moment if self.first_moment.dtype == FP32 else StateFormat(FP16)
 
 
@@ -169,8 +164,7 @@ def quantize_weight(values: torch.Tensor, level: str) -> torch.Tensor:
 
 
 def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write plain values, a DTensor placed as `weight`, into the shards of `weight` and of its master or residual. The
-    ranks agree on the scales, so all of them call this."""
+    """Write plain shards into the shards of `weight` and of its master or residual. All ranks agree on the scales."""
     local = local_part(weight.detach())
     local.stored.state_dict_copies.accept()
     local.settle()
@@ -263,8 +257,7 @@ def cast_equal_gradient(weight: torch.Tensor) -> None:
 
 
 def expect_equal_gradients(model: nn.Module) -> None:
-    """Declare equal gradients of whole scaled weights on all ranks, as under tensor parallelism with one batch.
-    Idempotent."""
+    """Declare equal gradients of whole scaled weights on all ranks, as under tensor parallelism. Idempotent."""
     for weight in model.parameters():
         if isinstance(weight, ScaledTensor) and weight.requires_grad:
             swap_gradient_hook(weight, cast_equal_gradient)
@@ -281,8 +274,7 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Replace the hook that stores a weight's gradient in E4M3 by `cast_equal_gradient`, or by one with an attribute
-    `reduces` that averages over ranks and stores the result."""
+    """Replace the hook that stores a weight's gradient in E4M3 by one that also reduces, or expects equal ones."""
     _remove_gradient_hooks(weight)
     weight.register_post_accumulate_grad_hook(hook)
 
@@ -336,8 +328,7 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
 
 
 def export_ties(root: nn.Module) -> None:
-    """Let other modules with a stored weight, such as an embedding or a head tied to a layer, save it as a plain
-    tensor. Idempotent."""
+    """Let other modules with a stored weight, such as a tied head, save it as a plain tensor. Idempotent."""
     stored = {id(weight) for module in root.modules() for weight, _ in _stored_weights(module).values()}
     for module in root.modules():
         if LEVEL not in module.__dict__ and not stored.isdisjoint(map(id, module._parameters.values())):
@@ -357,8 +348,7 @@ def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
 
 
 def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Load pre-hook of a module with sharded weights: quantize plain shards with a scale agreed on by the ranks.
-    PyTorch's own copy into the shards would choose a scale for each."""
+    """Load pre-hook of a module with sharded weights: quantize plain shards with a scale agreed on by the ranks."""
     for part, (weight, level) in _stored_weights(module).items():
         name = f"{prefix}{part}"
         new = state_dict.get(name)

@@ -5,8 +5,6 @@ and now stores its states at a level (the table in `levels.py`). To add an optim
 `scaled_states.ScaledStates` and list it in `CONVERTED`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import weakref
@@ -57,11 +55,7 @@ def _inherited(stock: type[torch.optim.Optimizer]) -> type[ScaledStates] | None:
 
 @functools.cache
 def _declared(stock: type[torch.optim.Optimizer]) -> type[StockSteps]:
-    """Return the class for a class with `fp8_roles`.
-
-    Raises:
-        FP8BackendError: an unknown role.
-    """
+    """Return the class for a class with `fp8_roles`. Raises `FP8BackendError` for an unknown role."""
     if unknown := set(stock.fp8_roles.values()) - set(ROLES):
         raise FP8BackendError(
             f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {', '.join(ROLES)}"
@@ -76,8 +70,7 @@ def _recreated(stock: type[torch.optim.Optimizer]) -> ScaledStates:
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
-    """Swap the class of a stock optimizer, in place, and store existing states by `rule`. Idempotent. Raises the errors
-    of `check`."""
+    """Swap the class of a stock optimizer, in place, and store its states by `rule`. Idempotent. Raises as `check`."""
     check(optimizer, rule)
     if isinstance(optimizer, ScaledStates):
         return
@@ -93,8 +86,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
 
 
 def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
-    """Raise `FP8BackendError` if `convert` does not support this optimizer, one of its options, or its replaced
-    `step`. Changes nothing."""
+    """Raise `FP8BackendError` if `convert` does not support this optimizer, an option, or its replaced `step`."""
     if isinstance(optimizer, ScaledStates):
         if optimizer.fp8_states != rule:
             raise FP8BackendError(

@@ -4,20 +4,15 @@ It needs PyTorch 2.1, a patched NCCL and a build from source, and no package ind
 the whole process and returns new model and optimizer objects; its training is not counted or audited.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..errors import BackendUnavailableError, RecipeError
 from ..recipes.fields import OF_FEATURES
-
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
+from ..recipes.handlers import Recipe
 
 UNREADABLE = (
     *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func", "gradient_comm"),

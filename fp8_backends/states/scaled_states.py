@@ -8,8 +8,6 @@ On several ranks a step works on the local part of each parameter (`LocalView`):
 on by the ranks (`sharding.py`); whole weights under DDP, at O3 and O4 those of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,11 +81,7 @@ class LocalView(NamedTuple):
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
-    """Return this rank's part of a parameter with a gradient.
-
-    Raises:
-        FP8BackendError: another rank has the master of a weight.
-    """
+    """Return this rank's part of a parameter with a gradient. Raises `FP8BackendError` if the master is elsewhere."""
     weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
     if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # a view of another gradient was assigned
@@ -102,8 +96,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
 
 
 class ScaledStates:
-    """Step, states and state dicts of a converted optimizer: base class in front of a stock class, with its
-    `Declaration`. Subclasses define `_step_plain` and `_step_scaled`."""
+    """Step and save a converted optimizer: base class in front of a stock class, with its `Declaration`."""
 
     fp8_declared: Declaration
     fp8_states: StateRule
@@ -152,8 +145,7 @@ class ScaledStates:
         return [view._replace(state=self.state_of(view.group, view.parameter)) for view in views]
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
-        """Step plain parameters of one group with plain states, with PyTorch's implementations. Their gradients are
-        finite."""
+        """Step plain parameters of one group with PyTorch's implementations. Their gradients are finite."""
         raise NotImplementedError
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
@@ -246,12 +238,8 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's state dict with plain values for scaled states: BF16 or FP32 on the CPU, for DTensors FP32
-        DTensors.
-
-        Raises:
-            FP8BackendError: other ranks own some of the states, outside of `whole_states`.
-        """
+        """Return PyTorch's state dict with plain values: BF16 or FP32 on the CPU, for DTensors FP32 DTensors. Raises
+        `FP8BackendError` if other ranks own some of the states, outside of `whole_states`."""
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
                 f"this optimizer's states are shared out between the ranks (level {self.fp8_states.level}): save with "
@@ -262,19 +250,14 @@ class ScaledStates:
         return checkpoint.export_states(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of any level or of the stock class, by value. Group dictionaries are updated in place, so
-        that schedulers keep their references.
-
-        Raises:
-            FP8BackendError: `checkpoint.check_states` rejects it. Nothing has changed then.
-        """
+        """Load a checkpoint of any level or of the stock class, by value, into the group dictionaries that schedulers
+        hold. Raises `FP8BackendError`, without a change, if `checkpoint.check_states` rejects it."""
         if not self.fp8_checked:
             checkpoint.check_states(self, state_dict)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
-        """Return the share, 0 to 1, of the next update that rounding the weights would lose; None if unknown before the
-        step."""
+        """Return the share, 0 to 1, of the next update that rounding the weights would lose; None if unknown."""
         return None
 
 

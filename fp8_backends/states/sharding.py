@@ -5,8 +5,6 @@ with one scale, the ranks agree on the amax; with block scales (O4) a block is o
 O4, each rank owns whole weights (`comm.ddp.SharedOut`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -48,12 +46,8 @@ def first_element(p: torch.Tensor) -> int:
 
 
 def agree(values: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the maximum of each value over the ranks of the DTensor at its place in `shards`: one all-reduce for each
-    group of ranks.
-
-    Args:
-        values: FP32, 0-dim. A value that is not finite becomes inf.
-    """
+    """Return the maximum of each value (FP32, 0-dim; inf if not finite) over the ranks of the DTensor at its place in
+    `shards`: one all-reduce for each group of ranks."""
     agreed = list(values)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, shard in enumerate(shards):
@@ -81,33 +75,26 @@ def shard_of(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return for each DTensor whether its gradient is finite on all ranks: bool, 0-dim. None for other parameters: the
-    step checks their gradients itself."""
+    """Return for each DTensor whether its gradient is finite on all ranks: bool, 0-dim. None for other parameters."""
     finite: list[torch.Tensor | None] = [None] * len(parameters)
     places = [i for i, p in enumerate(parameters) if is_distributed(p)]
-    not_finite = _not_finite([gradients[i] for i in places])
-    for i, amax in zip(places, agree(not_finite, [parameters[i] for i in places]), strict=True):
-        finite[i] = amax == 0
-    return finite
-
-
-def _not_finite(gradients: Sequence[Slot]) -> list[torch.Tensor]:
-    """Return 1 for each gradient that is not finite, else 0: FP32, 0-dim. Single scales of one device are read
-    together."""
-    by_device: dict[torch.device, list[int]] = {}
-    for i, slot in enumerate(gradients):
+    by_device: dict[torch.device, list[int]] = {}  # single scales, to be read together
+    for i in places:
+        slot = gradients[i]
         if slot.scale_inv is not None and not slot.block_size and slot.data.dtype.itemsize == 1:
             by_device.setdefault(slot.data.device, []).append(i)
     flags = {}
     for members in by_device.values():
         scales = torch.stack([gradients[i].scale_inv.detach() for i in members])
         flags |= zip(members, (~torch.isfinite(scales)).float().unbind(), strict=True)
-    return [flags[i] if i in flags else (~is_finite(slot)).float() for i, slot in enumerate(gradients)]
+    not_finite = [flags[i] if i in flags else (~is_finite(gradients[i])).float() for i in places]
+    for i, amax in zip(places, agree(not_finite, [parameters[i] for i in places]), strict=True):
+        finite[i] = amax == 0
+    return finite
 
 
 def run_agreed(steps: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Run the three parts of a step over parameters with DTensors among them (`AdamSteps`, or any other with its
-    methods). Between the parts, the ranks agree on all amaxes at once."""
+    """Run the three parts of a step, such as `AdamSteps`, over DTensors. Between them, the ranks agree on amaxes."""
     amaxes = steps.amaxes()
     _agree_on_amaxes(amaxes, parameters)
     stored = [[amax] for amax in steps.write(amaxes)]
@@ -116,8 +103,7 @@ def run_agreed(steps: Any, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _agree_on_amaxes(amaxes: list[list[torch.Tensor | None]], parameters: Sequence[torch.Tensor]) -> None:
-    """Replace each DTensor's whole-tensor amaxes (0-dim) by the maximum over ranks. None and block amaxes, [blocks],
-    stay."""
+    """Replace DTensors' whole-tensor amaxes (0-dim) by the maximum over ranks. None and block amaxes stay."""
     places = [
         (i, j)
         for i, p in enumerate(parameters)

@@ -5,14 +5,13 @@ all of it, and the results are rounded to their storage, with scales from their 
 gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are stepped in place.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
@@ -76,15 +75,9 @@ class StockSteps(ScaledStates):
                 batch.write_copies(batch.write(batch.amaxes()))
 
     def whole_step(
-        self,
-        group: Mapping[str, Any],
-        p: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
+        self, group: Mapping[str, Any], p: Tensor, weight: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make a `twin_step` of a whole parameter from its local parts. All ranks of a sharded one call this: each
-        gathers and steps it, and keeps its rows."""
+        """Make a `twin_step` of a whole parameter. All ranks of a sharded one gather it, and keep their rows."""
         roles = self.roles_of(group)
         whole = sharding.gathered(p, weight)
         state = {name: sharding.gathered(p, value) if name in roles else value for name, value in state.items()}
@@ -152,15 +145,9 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
     )
 
     def whole_step(
-        self,
-        group: Mapping[str, Any],
-        p: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
+        self, group: Mapping[str, Any], p: Tensor, weight: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Gather only the direction of a sharded matrix, in PyTorch's BF16 (2 bytes an element); else like
-        `StockSteps.whole_step`."""
+        """Gather only the direction of a sharded matrix, in PyTorch's BF16: 2 bytes an element."""
         if not is_distributed(p):
             return super().whole_step(group, p, weight, gradient, state)
         momentum, lr = group["momentum"], float(group["lr"])
@@ -220,8 +207,7 @@ _Values = dict[str, torch.Tensor]
 
 
 class _Batch:
-    """One step of several parameters of a group, in the three parts of `AdamSteps`. A parameter with more than `PART`
-    elements is computed in parts and twice, for its amaxes and for its values."""
+    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `PART` elements runs twice."""
 
     def __init__(self, optimizer: StockSteps, views: Sequence[LocalView]) -> None:
         self._optimizer, self._group = optimizer, views[0].group
@@ -232,16 +218,14 @@ class _Batch:
         self._kept: list[_Values] | None = None
 
     def amaxes(self) -> list[list[torch.Tensor | None]]:
-        """Return max |x| of each parameter's new weight and states, FP32: 0-dim, or [blocks]; None for those without
-        scales. Writes nothing."""
+        """Return max |x| of new weights and states, FP32: 0-dim, or [blocks]; None without scales. Writes nothing."""
         spans = [
             [step.amaxes(values) for step, values in zip(self._steps, new, strict=True)] for _, new in self._computed()
         ]
         return [[_joined(parts) for parts in zip(*of_step, strict=True)] for of_step in zip(*spans, strict=True)]
 
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Write weights and states, with scales from these amaxes. Return max |x| of each stored weight, 0-dim, or None
-        for one without a copy."""
+        """Write weights and states with scales from these amaxes. Return max |x| of stored weights that need a copy."""
         for span, new in self._computed():
             for step, values, step_amaxes in zip(self._steps, new, amaxes, strict=True):
                 step.write(span, values, step_amaxes)
@@ -301,7 +285,11 @@ class _Step:
         return {name: (torch.zeros_like(weight) if v is None else v).reshape(-1) for name, v in values.items()}
 
     def amaxes(self, values: _Values) -> list[torch.Tensor | None]:
-        return [_amax(self.slots[name], values[name]) for name in self.roles]
+        amaxes = []
+        for name, slot in self.slots.items():
+            stored = values[name].sqrt() if slot.format is ROOT8 else values[name]
+            amaxes.append(None if slot.scale_inv is None else amax_of(stored, slot.block_size))
+        return amaxes
 
     def write(self, span: slice, values: _Values, amaxes: Sequence[torch.Tensor | None]) -> None:
         """Store a part, rounded with scales from the amaxes of all parts."""
@@ -356,12 +344,6 @@ def _spread(scale: torch.Tensor, slot: Slot, span: slice, values: torch.Tensor) 
     if not slot.block_size:
         return scale
     return scale[span.start // slot.block_size :].repeat_interleave(slot.block_size)[: values.numel()]
-
-
-def _amax(slot: Slot, values: torch.Tensor) -> torch.Tensor | None:
-    if slot.scale_inv is None:
-        return None
-    return amax_of(values.sqrt() if slot.format is ROOT8 else values, slot.block_size)
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

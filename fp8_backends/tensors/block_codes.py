@@ -7,8 +7,6 @@ It keeps the checkpoint's codes to the bit. Products read the codes; every other
 whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

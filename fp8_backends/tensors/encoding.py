@@ -4,8 +4,6 @@ A pair (`formats.E4M11`) is E4M3 data with an int8 residual. `kernels.rounding` 
 decodes it in parts that fit its cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

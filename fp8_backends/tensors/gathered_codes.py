@@ -4,8 +4,6 @@ It replaces the weight until FSDP2 frees the gathered memory. The high-precision
 so every other read raises.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -50,11 +48,7 @@ class GatheredCodes(torch.Tensor):
         self.parts = parts
 
     def read_by(self, product: str) -> Quantized:
-        """Return the codes of FPROP or DGRAD, in the weight's layout.
-
-        Raises:
-            FP8BackendError: they are not gathered now.
-        """
+        """Return the codes of FPROP or DGRAD, in the weight's layout. Raises `FP8BackendError` if not gathered now."""
         codes = self.parts.get(f"{product}_codes")
         if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
             raise self.error(
@@ -97,8 +91,7 @@ def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
 
 
 class WithoutTokens(torch.autograd.Function):
-    """Return the output [..., features] of an input without elements: reads no weights, and gives them zero
-    gradients."""
+    """Return the output [..., features] of an empty input: reads no weights, and gives them zero gradients."""
 
     @staticmethod
     def forward(ctx, x, features, dtype, *weights):

@@ -3,8 +3,6 @@
 `torch.utils.swap_tensors` also swaps the user's attributes and hooks, and drops the gradient; they are kept here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator
@@ -21,11 +19,8 @@ _STORAGE = {*STORED, "_is_param"}
 
 
 def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
-    """Replace the tensor of `parameter` by `tensor`, plain or scaled. Its gradient stays unchanged.
-
-    Raises:
-        FP8BackendError: something else holds the parameter's tensor. Nothing has changed then.
-    """
+    """Replace the tensor of `parameter` by `tensor`, plain or scaled. Its gradient stays unchanged. Raises
+    `FP8BackendError`, without a change, if something else holds the parameter's tensor."""
     refuse_if_held(parameter, name)
     gradient, belongings = parameter.grad, _belongings(parameter)
     parameter.grad = None

@@ -8,8 +8,6 @@ its codes. `copy_` and other writes of all values store them rounded at once.
 The implementations registered below work on codes and scale directly, or do not compute values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -254,11 +252,8 @@ def _one_by_one(func, args, kwargs) -> None:
 
 
 def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
-    """Return a copy of the exact values of a tensor's whole storage: FP32, strides of the stored codes.
-
-    Raises:
-        FP8BackendError: these values are not all on this rank.
-    """
+    """Copy the exact values of a tensor's whole storage: FP32, strides of the stored codes. Raises `FP8BackendError` if
+    they are not all on this rank."""
     _require_all(tensor, func)
     codes = tensor.stored.codes
     whole = torch.empty_strided(codes.shape, codes.stride(), dtype=FP32, device=codes.device)
@@ -295,11 +290,7 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
 
 @torch.no_grad()
 def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
-    """Store plain values that differ from the tensor's own, like an operation in place.
-
-    Args:
-        values: of the tensor's shape, dtype and device.
-    """
+    """Store other plain values of the tensor's shape, dtype and device, like an operation in place."""
     changed = values != tensor.exact()
     if changed.any():
         whole = _editable(tensor, "keep_changes")
@@ -502,8 +493,7 @@ _DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scal
 
 
 def _factor(other, device: torch.device) -> torch.Tensor:
-    """Return a scalar as an FP32 tensor on the device. Dividing by a number would multiply by its rounded reciprocal;
-    copying the number would wait for the device."""
+    """Return a scalar as an FP32 tensor on the device: dividing by a number would round its reciprocal."""
     if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
         return other.to(device=device, dtype=FP32)
     return torch.full((), float(other), dtype=FP32, device=device)
@@ -525,7 +515,7 @@ def _foreach_times_(func, tensors, other):
     scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
         if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            scales.setdefault(tensor.device, []).append(tensor.scale_inv)  # the scale is all that changes in a gradient
+            scales.setdefault(tensor.device, []).append(tensor.scale_inv)  # all that changes in a gradient
         else:
             tensor.div_(other) if divides else tensor.mul_(other)
     for device, together in scales.items():
@@ -574,8 +564,7 @@ def _foreach_norm(func, tensors, ord=2, dtype=None):
 
 
 def _collective(func, args, kwargs):
-    """Run a collective on plain values, wait for it, and store the results. `c10d` operations write to their first
-    argument, except `send`."""
+    """Run a collective on plain values, wait, and store the results: in the first argument, except for `send`."""
     work: list[tuple[torch.Tensor, ScaledTensor]] = []
     for tensor in written_to(func, args, kwargs, ScaledTensor):
         _require_all(tensor, func)

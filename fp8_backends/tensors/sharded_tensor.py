@@ -36,8 +36,7 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient placed as its parameter. Under tensor parallelism autograd may leave it whole or as partial
-    sums. All ranks call this."""
+    """Return a gradient placed as its parameter: autograd may leave it whole, or partial. All ranks call this."""
     if not is_distributed(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -53,8 +52,7 @@ def device_of(parameter: torch.Tensor) -> torch.device:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape of the whole Parameter. DeepSpeed's ZeRO-3 empties Parameters between uses and keeps their shape
-    in `ds_shape`."""
+    """Return the whole Parameter's shape, also while DeepSpeed's ZeRO-3 has emptied it (`ds_shape`)."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

@@ -145,12 +145,7 @@ def statistics_of(cast: Cast) -> Statistics:
 @torch.no_grad()
 def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Statistics:
     """Measure codes without their original values: `flushed` counts codes of zero, `saturated` codes of the format's
-    largest number; errors are unknown.
-
-    Args:
-        codes: of the format's dtype, any shape; scale_inv: FP32, one or several; amax: of codes times scale_inv (roots
-            for ROOT8).
-    """
+    largest number; errors are unknown. scale_inv: FP32, one or several; amax: of codes times scale_inv, or roots."""
     matrix = _sampled(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
     rounded = decoded(matrix, fmt) if fmt is ROOT8 else matrix.float()
     scales, zero = scale_inv.reciprocal(), amax.new_zeros((), dtype=torch.float64)
@@ -202,14 +197,11 @@ def read(statistics: Sequence[Statistics]) -> list[Statistics]:
     for index, counts in enumerate(statistics):
         by_device[counts.binades.device].append(index)
     for indices in by_device.values():
-        packed = torch.stack([_packed(statistics[index]) for index in indices])
+        chosen = [statistics[index] for index in indices]
+        scalars = [torch.stack([getattr(counts, name).double() for name in _READ]) for counts in chosen]
+        packed = torch.cat([torch.stack(scalars), torch.stack([counts.binades.double() for counts in chosen])], dim=1)
         for index, row in zip(indices, packed.tolist(), strict=True):
             named = dict(zip(_READ, row, strict=False))
             named |= {name: int(named[name]) for name in _COUNTS}
             numbers[index] = statistics[index]._replace(**named, binades=list(map(int, row[len(_READ) :])))
     return numbers
-
-
-def _packed(counts: Statistics) -> torch.Tensor:
-    """Concatenate all numbers: FP64, [len(_READ) + BINADES]."""
-    return torch.cat([torch.stack([getattr(counts, name).double() for name in _READ]), counts.binades.double()])

@@ -182,8 +182,10 @@ def flags(recipe: Recipe) -> str:
     options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
-        flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-        text = _as_text(value)
+        flag, text = f"--fp8_{FIELDS[name].own_suffix.lower()}", str(value)
+        if isinstance(value, tuple):
+            joined = ",".join(map(str, value))
+            text = joined if [part.strip() for part in joined.split(",")] == [*map(str, value)] else str([*value])
         if options[flag].nargs == 0:
             words.append(flag)
         else:  # after a space, a leading hyphen would make it a flag
@@ -194,10 +196,3 @@ def flags(recipe: Recipe) -> str:
 def yaml_block(recipe: Recipe) -> str:
     written = {"mixed_precision": "fp8", "fp8_config": yaml_fields(recipe)}
     return yaml.safe_dump(written, sort_keys=False).rstrip("\n")
-
-
-def _as_text(value: object) -> str:
-    if not isinstance(value, tuple):
-        return str(value)
-    text = ",".join(map(str, value))
-    return text if [part.strip() for part in text.split(",")] == [*map(str, value)] else str([*value])

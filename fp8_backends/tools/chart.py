@@ -74,22 +74,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
-    """Measure AMP on a stock model, then each backend on models of `make`, by default small ones."""
-    make = make or _model
+def _model() -> ModelAndOptimizer:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(hardware.device())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] = _model) -> list[Level]:
+    """Measure AMP on a stock model, then each backend on models of `make`."""
     level_before = logger.level
     logger.setLevel(logging.WARNING)  # hides the proof line of each model
     try:
         return [_measure_amp(*make()), *(_measure(backend, *make()) for backend in backends)]
     finally:
         logger.setLevel(level_before)
-
-
-def _model() -> ModelAndOptimizer:
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
-    model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(hardware.device())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def _measure_amp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:

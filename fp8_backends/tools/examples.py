@@ -52,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
     script = known[name].script
     path = args.target / script.name if os.path.isdir(args.target) else args.target
     if path.suffix != ".py":
-        raise FP8BackendError(
-            f"{shortened(str(path))} is no folder, and the name of a script ends in .py: give one of both"
-        )
+        raise FP8BackendError(f"{shortened(str(path))} is no folder, and a script's name ends in .py: give one of both")
     try:
         with path.open("xb") as new:
             new.write(script.read_bytes())

@@ -1,6 +1,7 @@
 """`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with `monitor_every`."""
 
 import argparse
+import itertools
 import json
 import math
 import stat
@@ -14,7 +15,7 @@ from typing import Any
 from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from ..watch.monitor import NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
-from ..words import counted, listed, share, shortened
+from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
 from .terminal import Verdict, paragraphs, table
@@ -23,9 +24,7 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
 """Name a tensor this many decibels below the format's usual SQNR: its error has twice the energy."""
 _NAMED = NOTABLE | {
-    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (
-        (lost_db(entry) or 0.0) > MUCH_LOST_DB
-    )
+    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (lost_db(entry) or 0) > MUCH_LOST_DB
 }
 _CURVES, _HISTOGRAMS, _ROWS = 7, 9, 20
 """Lines of a chart, histograms, and rows of a folded table."""
@@ -220,7 +219,7 @@ def as_json(samples: Samples) -> dict[str, Any]:
         "steps": samples.steps,
         **findings(samples)._asdict(),
         "not_finite": [{"step": step, "tensors": labels} for step, labels in samples.not_finite.items()],
-        "samples": [{key: None if number != number else number for key, number in each.items()} for each in summaries],
+        "samples": finite(summaries),
         "tensors": [
             {"layer": each.layer, "tensor": each.name, "lost_db": lost_db(each.last), **each.last}
             for each in samples.tensors
@@ -334,10 +333,8 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
 
 
 def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
-    if not tensors:
-        return ""
     rows = [list(map(signed, cells(tensor))) for tensor in tensors]
-    html, rest = page.table(columns, rows[:_ROWS]), rows[_ROWS:]
+    html, rest = page.table(columns, rows[:_ROWS]) if rows else "", rows[_ROWS:]
     return html + page.details(f"{len(rest)} more", page.table(columns, rest)) if rest else html
 
 
@@ -352,8 +349,12 @@ def _over_the_run(samples: Samples) -> str:
     html = _chart(samples, lines, "Error of the worst tensors", "dB below the format's usual SQNR")
     html += aside("The tensors that lose most at any time of the run.") if html else ""
     for key, title in (("saturated", "Clipped"), ("flushed", "Flushed to zero")):
-        lines = {name: _largest_by_step(samples, name, key) for name in NAMES.values()}
-        if any(value > 0 for values in lines.values() for value in values):
+        lines = {name: [] for name in NAMES.values()}
+        for name, record in itertools.product(lines, samples.records):
+            entries = [tensors[name] for tensors in record["tensors"].values() if name in tensors]
+            known = bool(entries) and all(map(is_finite, entries))
+            lines[name].append(100 * max(entry[key] for entry in entries) if known else math.nan)
+        if any(percent > 0 for percents in lines.values() for percent in percents):
             chart = _chart(samples, lines, f"{title}: the largest share of any layer", "% of the values")
             html += f"<h3>{title}</h3>{chart}"
     return html
@@ -362,16 +363,6 @@ def _over_the_run(samples: Samples) -> str:
 def _chart(samples: Samples, lines: dict[str, list[float]], title: str, label: str) -> str:
     series = [page.Series(name, f"var(--c{number})", lines[name]) for number, name in enumerate(lines, 1)]
     return page.curves(series, samples.steps, title, label, zero_line=True, height=260, legend=True)
-
-
-def _largest_by_step(samples: Samples, name: str, key: str) -> list[float]:
-    """Return percents by step; NaN at a step without the tensor or with values that are not finite."""
-    values = []
-    for record in samples.records:
-        entries = [tensors[name] for tensors in record["tensors"].values() if name in tensors]
-        known = bool(entries) and all(map(is_finite, entries))
-        values.append(100 * max(entry[key] for entry in entries) if known else math.nan)
-    return values
 
 
 def _histograms(tensors: list[Tensor]) -> str:

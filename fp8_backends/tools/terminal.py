@@ -1,9 +1,8 @@
-"""Print paragraphs, tables and progress for every command; rich is imported at the first table."""
+"""Print paragraphs, tables and progress for every command; rich is imported at the first step on a terminal."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from textwrap import TextWrapper
 from typing import Any, Literal, NamedTuple
 
 from ..recipes.fields import OF_FEATURES
+from ..words import in_columns
 
 WIDTH = 100
 """Default width, such as in a file, and maximum width of paragraphs."""
@@ -87,33 +87,15 @@ def duration(seconds: float) -> str:
 
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
     """Draw headings and cells, split into parts if too wide; each part begins with the first column, left-aligned."""
-    from rich.console import Console
-    from rich.table import Table
-
     columns = width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
-
-    def width_of(part: list[int]) -> int:
-        return sum(widths[column] + space for column in part)
-
     parts = [[0]]
     for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and width_of([*parts[-1], column]) > columns + space:
+        if len(parts[-1]) > 1 and sum(widths[i] + space for i in (*parts[-1], column)) > columns + space:
             parts.append([0])
         parts[-1].append(column)
-    texts = []
-    for part in parts:
-        grid = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
-        for column in part:
-            grid.add_column(rows[0][column], justify=justify if column else "left", no_wrap=True)
-        for row in rows[1:]:
-            grid.add_row(*(row[column] for column in part))
-        plain = {"color_system": None, "markup": False, "highlight": False, "emoji": False}
-        console = Console(file=io.StringIO(), width=width_of(part), **plain)
-        console.print(grid)
-        texts.append("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
-    return "\n\n".join(texts)
+    return "\n\n".join(in_columns([[row[i] for i in part] for row in rows], space, justify) for part in parts)
 
 
 def environment_without(prefixes: tuple[str, ...]) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Autograd's engine: the running backward pass, and callbacks for its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -21,11 +19,7 @@ def inside_backward() -> bool:
 
 def call_when_backward_ends(function: Callable[[], None]) -> None:
     """Queue a callback for the end of the running backward pass: after earlier callbacks, on every rank, and not if the
-    pass raises. Callbacks may add others.
-
-    Raises:
-        FP8BackendError: this version of torch has no such callbacks.
-    """
+    pass raises. Callbacks may add others. Raises `FP8BackendError` if this torch has no such callbacks."""
     try:
         queue = Variable._execution_engine.queue_callback
     except AttributeError:

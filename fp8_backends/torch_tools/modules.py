@@ -45,8 +45,7 @@ class Conversion:
 
 
 def is_traced() -> bool:
-    """Return True if a compiler or an exporter reads a hook, instead of running it. `torch.compiler.is_compiling` is
-    True in all threads while one of them compiles."""
+    """Return True if a compiler or exporter reads a hook. `torch.compiler.is_compiling` is True in all threads."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
@@ -56,8 +55,7 @@ def plain_name(name: str) -> str:
 
 
 def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module with a converted layer's weight, and the Parameter's name there: the layer itself, except for
-    the stand-in of an experts module's weight."""
+    """Return the module and the name of a layer's weight; the layer itself, unless it stands for experts."""
     return getattr(layer, "fp8_owner", (layer, "weight"))
 
 
@@ -74,8 +72,7 @@ def check_is_module(model: object, hint: str = "") -> None:
 
 
 def renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
-    """Register a hook under another number, in these dictionaries of its module. A compiler guards on hooks and their
-    numbers: equal numbers let similar modules share its code."""
+    """Register a hook under another number in its module's dictionaries: similar modules then share compiled code."""
     for registered in hooks:
         registered[number] = registered.pop(handle.id)
     handle.id = number
@@ -85,15 +82,22 @@ class TemporaryHook:
     """A hook of one model. In a copied or unpickled model it does nothing."""
 
     def __reduce__(self):
-        return _inert_hook, ()
-
-
-def _inert_hook():
-    return _do_nothing
+        return functools.partial, (_do_nothing,)
 
 
 def _do_nothing(*_) -> None:
     pass
+
+
+class EagerHook(TemporaryHook):
+    """Call a function, except in compiled code and in copies of the model."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args) -> None:
+        if not is_traced():
+            self.function(*args)
 
 
 # Replaced forwards
@@ -115,8 +119,7 @@ class _Held(NamedTuple):
 
 
 def forward_obstacle(module: nn.Module) -> str | None:
-    """Return None if calling the module runs its class's forward, directly or inside known wrappers; else a reason that
-    names the other function."""
+    """Return None if calling the module runs its class's forward, maybe in known wrappers; else what it runs."""
     held = _innermost(module)
     if held is None or _is_own(held.function, module):
         return None

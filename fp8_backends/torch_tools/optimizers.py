@@ -1,7 +1,5 @@
 """Look into PyTorch optimizers and wrappers around them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -33,6 +31,12 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return an optimizer's parameters in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameters_by_key(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """Map the keys of states in a state dict to the optimizer's parameters."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(keys, parameters_of(optimizer), strict=True))
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int | None:

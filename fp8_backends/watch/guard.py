@@ -107,11 +107,8 @@ def faults(optimizer: Any) -> list[Fault]:
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Install the recipe's guard. Repeated calls add models and replace the recipe.
-
-    Raises:
-        FP8BackendError: the optimizer steps without running step hooks.
-    """
+    """Install the recipe's guard. Repeated calls add models and replace the recipe. Raises `FP8BackendError` for an
+    optimizer that steps without step hooks."""
     guard = guard_of(optimizer)
     if guard is not None:
         guard.recipe = recipe
@@ -161,8 +158,7 @@ class Look(NamedTuple):
 
     step: int
     totals: torch.Tensor
-    """FP32 [6], summed over the ranks: sum of the finite losses, and the numbers of finite losses, non-finite losses,
-    non-finite gradients, clipped operands and stuck operands."""
+    """FP32 [6] of all ranks: sum of finite losses; numbers of finite, bad losses, bad gradients, clipped, stuck."""
     gradients: torch.Tensor | None
     """`spoiled` of the parameters on this rank; None where a loss scaler checks them."""
     after_backward: torch.Tensor | None
@@ -187,7 +183,10 @@ class Guard:
         self._models: list[weakref.ref[nn.Module]] = []
         self._accelerator: Accelerator | None = None
         self._logged_kinds: set[str] = set()
-        self._window, self._scaling = LossWindow(), ScalingLooks()
+        self._window = LossWindow()
+        self._rolls: torch.Tensor | None = None
+        self._unmoved: torch.Tensor | None = None
+        """Counts of all scaling states: rolls at the last look, and steps since it changed."""
         self._losses: torch.Tensor | None = None
         """FP32 [3], since the last step: sum of the finite losses, number of finite and of non-finite losses."""
         self._after_backward: torch.Tensor | None = None
@@ -217,8 +216,12 @@ class Guard:
 
     def _live_models(self) -> list[nn.Module]:
         """Return the models, each in its DDP wrapper."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        return list({id(model): model for model in map(_in_ddp, models)}.values())
+        models: dict[int, nn.Module] = {}
+        for model in (model for reference in self._models if (model := reference()) is not None):
+            wrappers = (prepared.observed.wrapper for _, _, prepared in prepared_roots(model))
+            model = next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
+            models[id(model)] = model
+        return list(models.values())
 
     def _roots(self) -> Roots:
         roots = {id(root): (root, prepared) for m in self._live_models() for _, root, prepared in prepared_roots(m)}
@@ -246,9 +249,12 @@ class Guard:
         if self.recipe.guard == "off" or not self._roots():  # switched off, or all models were restored
             return
         groups = next(filter(None, map(replicas.rank_groups, self._live_models())), [])
-        if groups and not self._shared_a_backward():
-            self._act_alone(optimizer)
-            return
+        if groups:
+            before = self._backwards
+            self._backwards = sum(each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m))
+            if self._backwards == before:
+                self._act_alone(optimizer)
+                return
         look: Look | None = self._look(optimizer, groups)
         if self.recipe.guard == "warn" and look.totals.is_cuda:
             late, self._late, look = self._late, _on_its_way(look), None
@@ -265,18 +271,12 @@ class Guard:
         else:
             self._keep_statistics()
 
-    def _shared_a_backward(self) -> bool:
-        """Return True if all ranks shared a backward pass since the last step."""
-        before = self._backwards
-        self._backwards = sum(each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m))
-        return self._backwards > before
-
     def _look(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> Look:
         parameters = parameters_of(optimizer)
         # a fused optimizer skips its step itself when a loss scaler has found an inf
         scaler_looks = getattr(optimizer, "found_inf", None) is not None
         gradients = None if scaler_looks else spoiled(parameters)
-        over, stuck = self._scaling.look(self._roots())
+        over, stuck = self._look_at_scaling(self._roots())
         clipped = None if over is None else scaling.is_clipped(over)
         zeros = torch.zeros(3, dtype=torch.float32, device=parameters[0].device)
         losses = zeros if self._losses is None else self._losses.to(zeros.device)
@@ -285,6 +285,31 @@ class Guard:
         look = Look(self.step, replicas.sum_over(totals, groups), gradients, self._after_backward, over, stuck)
         self._losses = self._after_backward = None
         return look
+
+    def _look_at_scaling(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3], or None."""
+        over, stuck, rolls, records = [], [], [], []
+        for root, prepared in roots:
+            if not (buffers := prepared.compute.scaling_buffers(root)):
+                continue
+            recipe = prepared.recipe
+            states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
+            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
+            warm_from = WINDOW if recipe.scaling == "window" else 1
+            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
+            stuck.append(scaling.is_invalid(states, reads_history))
+            rolls.append(states[..., ROLLS])
+            records.append(states[..., HISTORY] != 0)
+        if not over:
+            return None, None
+        before, self._rolls = self._rolls, torch.cat(rolls)
+        if before is None or before.shape != self._rolls.shape:
+            self._unmoved = torch.zeros_like(self._rolls)
+        else:
+            self._unmoved = torch.where(torch.cat(records) & (self._rolls == before), self._unmoved + 1, 0)
+        frozen = self._unmoved >= FROZEN
+        self._unmoved.masked_fill_(frozen, 0)  # count anew
+        return torch.cat(over), torch.cat(stuck) | frozen
 
     # Name the faults
 
@@ -336,8 +361,7 @@ class Guard:
         return (*reversed(names), *[FOREIGN] * (len(at) - len(names)))
 
     def _broken(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> tuple[str, ...]:
-        """Return the names of parameters, buffers and optimizer states with an inf or a NaN on any rank, in the order
-        of the model. Buffers and frozen parameters may hold an inf, as masks do."""
+        """Name parameters, buffers and states with a NaN (trained ones: or inf) on any rank, in the model's order."""
         trained = {id(p): p for p in parameters_of(optimizer)}
         states = {
             id(p): [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
@@ -472,11 +496,6 @@ class Guard:
             buffer.copy_(kept)
 
 
-def _in_ddp(model: nn.Module) -> nn.Module:
-    wrappers = [prepared.observed.wrapper for _, _, prepared in prepared_roots(model)]
-    return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
-
-
 def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
     """Copy the totals to the host without waiting; return the look with them, and an event for their arrival."""
     totals = torch.empty(look.totals.shape, dtype=look.totals.dtype, pin_memory=True)
@@ -496,12 +515,14 @@ def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and NaN included, with a
-    few launches for each dtype."""
+    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and NaN included (of FP8
+    codes, the scale's), with a few launches for each dtype."""
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
-    for i, tensors in enumerate(held):
-        for part in (part for tensor in tensors for part in _numbers_of(tensor)):
-            alike.setdefault((part.device, part.dtype), []).append((i, part))
+    for i, local in ((i, local_part(tensor.detach())) for i, tensors in enumerate(held) for tensor in tensors):
+        for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
+            if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
+                part = torch.view_as_real(part) if part.is_complex() else part
+                alike.setdefault((part.device, part.dtype), []).append((i, part))
     zero = torch.zeros((), dtype=torch.float32, device=device)
     largest = [zero] * len(held)
     for members in alike.values():
@@ -511,56 +532,11 @@ def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) ->
     return torch.stack(largest)
 
 
-def _numbers_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the parts of a tensor that show an inf or a NaN: for FP8 codes, the scale."""
-    local = local_part(tensor.detach())
-    for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
-        if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
-            yield torch.view_as_real(part) if part.is_complex() else part
-
-
 # Scaling states, int32 [3, 2 + history length] each: one for a layer, one for each expert
 
 
-class ScalingLooks:
-    """Find faults in the scaling states of prepared roots, and remember how long each has not moved on."""
-
-    def __init__(self) -> None:
-        self._rolls: torch.Tensor | None = None
-        self._unmoved: torch.Tensor | None = None
-
-    def look(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3]; None without
-        any state."""
-        over, stuck, rolls, records = [], [], [], []
-        for root, prepared in roots:
-            if not (buffers := prepared.compute.scaling_buffers(root)):
-                continue
-            recipe = prepared.recipe
-            states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
-            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
-            warm_from = WINDOW if recipe.scaling == "window" else 1
-            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
-            stuck.append(scaling.is_invalid(states, reads_history))
-            rolls.append(states[..., ROLLS])
-            records.append(states[..., HISTORY] != 0)
-        if not over:
-            return None, None
-        return torch.cat(over), torch.cat(stuck) | self._is_frozen(torch.cat(rolls), torch.cat(records))
-
-    def _is_frozen(self, rolls: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Mark states that record and have not moved on for FROZEN steps, and restart their count."""
-        if self._rolls is None or self._rolls.shape != rolls.shape:
-            self._unmoved = torch.zeros_like(rolls)
-        else:
-            self._unmoved = torch.where(records & (rolls == self._rolls), self._unmoved + 1, 0)
-        self._rolls, frozen = rolls, self._unmoved >= FROZEN
-        self._unmoved.masked_fill_(frozen, 0)
-        return frozen
-
-
 def _named_states(roots: Roots) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
-    """Yield layer name, recipe and live state, the states of experts as one tensor, in the order of `look`."""
+    """Yield layer name, recipe and live state, the states of experts as one tensor, in a fixed order."""
     for root, prepared in roots:
         if buffers := prepared.compute.scaling_buffers(root):
             for name, state in zip(prepared.compute.scaling_state(root), buffers, strict=True):
@@ -574,8 +550,7 @@ def _places(roots: Roots, at: torch.Tensor) -> tuple[str, ...]:
 
 
 def _renew(roots: Roots, at_fault: torch.Tensor) -> int:
-    """Reset the states marked by a bool [states, 3] to the amaxes of this step. Return the number of layers and
-    experts with a mark."""
+    """Reset the states marked by a bool [states, 3] to this step's amaxes. Return the number of marked states."""
     begin = 0
     for _, recipe, state in _named_states(roots):
         rows = _rows(state)

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import local_part
 from ..tensors.statistics import Statistics, read, statistics_of, statistics_of_codes
 from ..torch_tools.backward_end import inside_backward
-from ..torch_tools.modules import CONVERSION, TemporaryHook, is_traced
+from ..torch_tools.modules import CONVERSION, EagerHook, is_traced
 from ..torch_tools.optimizers import steps_of
 from ..words import listed, share
 
@@ -60,8 +60,7 @@ nothing, and flushes one value of 10,000 in a bell-shaped tensor."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Sample the prepared models of this optimizer if the recipe has a `monitor_every`. The first of several optimizers
-    of a model samples it. Repeated calls replace the recipe."""
+    """Sample the prepared models of this optimizer every `monitor_every` steps. Repeated calls replace the recipe."""
     monitor = monitor_of(optimizer)
     if monitor is not None:
         monitor.recipe = recipe
@@ -117,10 +116,11 @@ class Monitor:
             self._begin(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
-        if not prepared:  # all were restored
+        roots = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
+        if not roots:  # all were restored
             return
-        self.sample = Sample([Watched(*root) for root in prepared], is_main_process())
+        watched = [Watched(root, prepared, prepared.compute.converted_layers(root)) for root, prepared in roots]
+        self.sample = Sample(watched, is_main_process())
         # close the sample of an optimizer that is deleted before its next step
         gone = weakref.finalize(optimizer, self.sample.close)
         gone.atexit = False
@@ -180,24 +180,15 @@ class Monitor:
             logger.warning("%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see)
 
 
-class Watched:
-    """A prepared root and its FP8 layers."""
-
-    def __init__(self, root: nn.Module, prepared: Prepared) -> None:
-        self.root, self.prepared, self.layers = root, prepared, prepared.compute.converted_layers(root)
-
-    @property
-    def runs_compiled(self) -> bool:
-        """True if a layer was missing from the first step in Python."""
-        return "torch._dynamo" in sys.modules and not self.layers.keys() <= self.prepared.observed.work.keys()
+class Watched(NamedTuple):
+    root: nn.Module
+    prepared: Prepared
+    layers: Mapping[str, nn.Module]
+    """The root's FP8 layers."""
 
 
 class Sample:
-    """Hooks and counts of one sampled step.
-
-    Args:
-        records: this rank counts. Other ranks only take the same way through the step.
-    """
+    """Hooks and counts of one sampled step. Ranks without `records` only take the same way through the step."""
 
     def __init__(self, watched: list[Watched], records: bool) -> None:
         self.watched, self.records = watched, records
@@ -208,30 +199,23 @@ class Sample:
         self.counted: dict[tuple[str, str], Statistics] = {}
         """By layer and tensor."""
         self.closing = contextlib.ExitStack()
-        if any(root.runs_compiled for root in watched):
+        # a layer missing from the first step in Python ran in compiled code
+        missing = any(not each.layers.keys() <= each.prepared.observed.work.keys() for each in watched)
+        if missing and "torch._dynamo" in sys.modules:
             stance = torch.compiler.set_stance("force_eager")
             self.closing.callback(stance.__exit__, None, None, None)
-        for root in watched if records else ():
-            self._hook(root)
+        for root, prepared, layers in watched if records else ():
+            hook = EagerHook(self._around_forward)
+            handles = [root.register_forward_pre_hook(hook), root.register_forward_hook(hook, always_call=True)]
+            for name, layer in layers.items():
+                hook = EagerHook(functools.partial(self._after_layer, name, prepared.compute))
+                # before FSDP2 frees the gathered weight
+                handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            for handle in handles:
+                self.closing.callback(handle.remove)
 
-    def _hook(self, watched: Watched) -> None:
-        root, compute = watched.root, watched.prepared.compute
-        handles = [
-            root.register_forward_pre_hook(Hook(self._begin_forward)),
-            root.register_forward_hook(Hook(self._end_forward), always_call=True),
-        ]
-        for name, layer in watched.layers.items():
-            hook = Hook(functools.partial(self._after_layer, name, compute))
-            # before FSDP2 frees the gathered weight
-            handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
-        for handle in handles:
-            self.closing.callback(handle.remove)
-
-    def _begin_forward(self, *_) -> None:
-        self.trains = torch.is_grad_enabled()
-
-    def _end_forward(self, *_) -> None:
-        self.trains = False
+    def _around_forward(self, root: nn.Module, args, *output) -> None:
+        self.trains = not output and torch.is_grad_enabled()
 
     def _after_layer(self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any) -> None:
         if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has replicas
@@ -268,33 +252,17 @@ class Sample:
         """Return all numbers by layer and tensor, tensors stored by a level included. Waits for the device."""
         for watched in self.watched:
             optimizers = watched.prepared.observed.optimizers()
-            for name, layer in watched.layers.items():
-                for tensor, stored in _stored_of(layer.weight, optimizers).items():
-                    fmt, amax = FORMATS[stored.codes.dtype], amax_of(stored.dequantize(torch.float32))
-                    amax = amax.sqrt() if fmt is ROOT8 else amax
-                    self.counted[name, tensor] = statistics_of_codes(stored.codes, stored.scale_inv, amax, fmt)
+            for name, weight in ((name, layer.weight) for name, layer in watched.layers.items()):
+                tensors = {"gradient": weight.grad}
+                for state in (optimizer.state.get(weight, {}) for optimizer in optimizers):
+                    tensors |= {tensor: state[tensor] for tensor in STORED if tensor in state}
+                for tensor, stored in tensors.items():
+                    stored = None if stored is None else local_part(stored)  # this rank's part, after the step
+                    if isinstance(stored, ScaledTensor) and stored.codes.dtype in FORMAT_OF:
+                        fmt, amax = FORMATS[stored.codes.dtype], amax_of(stored.dequantize(torch.float32))
+                        amax = amax.sqrt() if fmt is ROOT8 else amax
+                        self.counted[name, tensor] = statistics_of_codes(stored.codes, stored.scale_inv, amax, fmt)
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
-
-
-class Hook(TemporaryHook):
-    """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self.call = call
-
-    def __call__(self, *args) -> None:
-        if not is_traced():
-            self.call(*args)
-
-
-def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ScaledTensor]:
-    """Return the tensors stored by a level in few bits for this weight: this rank's part, after the step."""
-    tensors = {"gradient": weight.grad}
-    for optimizer in optimizers:
-        state = optimizer.state.get(weight, {})
-        tensors |= {name: state[name] for name in STORED if name in state}
-    local = {name: local_part(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return {name: t for name, t in local.items() if isinstance(t, ScaledTensor) and t.codes.dtype in FORMAT_OF}
 
 
 # Records
@@ -333,8 +301,7 @@ def is_finite(entry: Mapping[str, Any]) -> bool:
 
 
 def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (label, name, entry) of each tensor in the order of a step: forward, backward, states. The first
-    non-finite one is the likely origin."""
+    """Return (label, name, entry) of tensors: forward, backward, states. The first non-finite is the likely origin."""
     tensors = [
         (f"{layer or '(root)'} {name}", name, entry)
         for layer, entries in record["tensors"].items()

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_backends
 from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.preparation.ranks import ScalingBuffers
+from fp8_backends.preparation.ranks import scaling_buffers
 from fp8_backends.states.levels import expect_equal_gradients
 from fp8_backends.states.sharding import first_element
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -94,7 +94,7 @@ def alike(tensor: torch.Tensor) -> bool:
 
 
 def states_of(model) -> list[torch.Tensor]:
-    return ScalingBuffers(prepared_roots(model))()
+    return scaling_buffers(prepared_roots(model))
 
 
 # TorchAO

@@ -169,7 +169,7 @@ def test_growth_from_a_few_layers_matches_the_whole_model(config, checkpointing,
     shape, recipe = ModelShape("", config), recipes.resolve("native:dynamic")
     workload = Workload(model=shape, batch=2, sequence=64, checkpointing=checkpointing, memory=1e9)
     growth = Growth.traced(workload, recipe, "none", recipe.name)
-    assert growth.in_layers
+    assert growth.deeper is not growth.first
     for layers, batch in cases:
         whole = estimates.trace_model(workload, recipe, "none", recipe.name, shape.with_layers(layers), batch)
         grown = growth.at(layers, batch)

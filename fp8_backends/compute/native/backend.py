@@ -7,8 +7,6 @@ Rules with scales along the contraction quantize once for each product: forward 
 high precision, and backward quantizes the weight again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ for the weight, each row or column, or each block. No scale travels: every rank 
 agree only on the exponents, in eight bits: they never fall as the amax rises. Experts are whole on a rank.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
@@ -23,8 +21,7 @@ from .linear import FP8Products
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows: a `comm.fsdp2.Travelling`, documented there. Codes and scales
-    have the weight's layout."""
+    """The codes of one layer's weight, sharded by rows, in the weight's layout: a `comm.fsdp2.Travelling`."""
 
     dimensions = 2
     """The dimensions of the weight."""

@@ -1,7 +1,5 @@
 """Define `FP8Linear`, a layer of `native`, and the autograd function of its products."""
 
-from __future__ import annotations
-
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -127,7 +125,13 @@ class FP8Products(KeepsLedger):
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         newest = self.fp8_ledger.newest(rule, recorded, WEIGHT)
         if weight.is_in(fmt):
-            return self._gathered_weight(recorded, newest) if isinstance(self.weight, GatheredCodes) else Layouts()
+            amax = None
+            if isinstance(self.weight, GatheredCodes):  # record what a cast of the weight would have recorded
+                self.fp8_recomputed = self.training and is_checkpointed()
+                amax = self.weight.parts.get(gathered_codes.AMAX)
+                if newest is not None:
+                    self._record(WEIGHT, recorded, amax)
+            return Layouts(amax=amax)
         if rule.scaling == "delayed":  # its scale moves with every forward
             return weight.quantized(fmt, rule, state, for_dgrad, newest)
         amax, split = None, split_of(cut, WEIGHT)
@@ -136,14 +140,6 @@ class FP8Products(KeepsLedger):
         return self.fp8_shared.of_weight(
             self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax, split=split)
         )
-
-    def _gathered_weight(self, recorded: torch.Tensor | None, newest: torch.Tensor | None) -> Layouts:
-        """Record what a cast of the weight would have recorded; the codes themselves are gathered."""
-        self.fp8_recomputed = self.training and is_checkpointed()
-        amax = self.weight.parts.get(gathered_codes.AMAX)
-        if newest is not None:
-            self._record(WEIGHT, recorded, amax)
-        return Layouts(amax=amax)
 
     def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
         """Record an amax that no cast has recorded."""
@@ -161,8 +157,7 @@ class FP8Products(KeepsLedger):
         return stored.quantized(rule.forward_format, rule, self.fp8_scaling, columns=False).along_columns()
 
     def cast_of(self, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Describe the cast for the first product of a tensor: fprop for input and weight, dgrad for the gradient. None
-        for a sharded weight, and a weight stored only in FP8."""
+        """Describe the cast for the tensor's first product; None for a sharded weight, or one stored only in FP8."""
         rule = self.fp8_rule
         readers = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}[tensor]
         if not (self.training or rule.fp8_in_eval) or all(rule.high_precision[product] for product in readers):
@@ -174,8 +169,11 @@ class FP8Products(KeepsLedger):
             return None
         else:
             stored = self._matrix(Stored.of(values))
-            if stored.is_in(fmt):
-                return self._cast_by_optimizer(values, stored)
+            if stored.is_in(fmt):  # cast by the optimizer
+                if not isinstance(values, ScaledTensor) or values.rest is None:
+                    return None
+                exact = self._matrix(Stored(values.exact(torch.float32), None)).data
+                return Cast(exact, fmt, scaling.tensor_amax(exact), stored.scale_inv.reciprocal(), codes=stored.data)
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
         if rule.along is not None:
             return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
@@ -189,13 +187,6 @@ class FP8Products(KeepsLedger):
         else:
             scale = scaling.window_scale(self.fp8_scaling, tensor, amax, fmt)
         return Cast(matrix, fmt, amax, scale)
-
-    def _cast_by_optimizer(self, weight: torch.Tensor, stored: Stored) -> Cast | None:
-        if not isinstance(weight, ScaledTensor) or weight.rest is None:
-            return None
-        exact = self._matrix(Stored(weight.exact(torch.float32), None)).data
-        scale = stored.scale_inv.reciprocal()
-        return Cast(exact, self.fp8_rule.forward_format, scaling.tensor_amax(exact), scale, codes=stored.data)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

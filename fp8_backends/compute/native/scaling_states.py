@@ -6,8 +6,6 @@ first. Backward's notes therefore go through two operators that change memory wi
 they are kept without a reader of their result, run in order, and never run again by recomputation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -79,8 +77,7 @@ class Ledger:
         return state.select(0, tensor).select(0, HISTORY)
 
     def backward(self, rule: LayerRule, dgrad: bool, wgrad: bool, amax: _Amax = None) -> None:
-        """Count a backward's products in FP8. Compiled code also notes this amax of GRAD_OUTPUT, FP32 [states] or
-        0-dimensional; eager code has recorded it."""
+        """Count a backward's products in FP8. Compiled code also notes GRAD_OUTPUT's amax, FP32 [states] or 0-dim."""
         if torch.compiler.is_compiling():
             amax = None if amax is None else self._of_all(amax)
             note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
@@ -138,7 +135,11 @@ class SharedCodes:
         codes of gathered ones would need the memory saved by sharding."""
         if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
             return quantize()
-        memory = _memory_of(layer.weight)
+        memory = tuple(  # and its version. The weak reference keeps its address from reuse
+            (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
+            for t in Stored.of(layer.weight)
+            if t is not None
+        )
         known_memory, known_key, codes = self._weights.get(layer, (None, None, None))
         if known_memory != memory or known_key != key:
             codes = quantize()
@@ -159,15 +160,6 @@ def _is_whole(weight: torch.Tensor) -> bool:
     data = Stored.of(weight).data
     plain = type(data) is torch.Tensor and data.device.type != "meta"
     return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
-
-
-def _memory_of(weight: torch.Tensor) -> tuple:
-    """Identify a weight's memory and version. The weak reference keeps its address from reuse."""
-    return tuple(
-        (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
-        for t in Stored.of(weight)
-        if t is not None
-    )
 
 
 class KeepsLedger(nn.Module):

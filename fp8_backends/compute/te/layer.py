@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -79,8 +79,11 @@ class Region:
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
-        if records and _reduces_over_ranks(state) and _inside_pipeline():
-            raise RecipeError(DELAYED_PIPELINE)
+        delayed = records and state.te_recipe.delayed() and distributed.is_available() and distributed.is_initialized()
+        if delayed and distributed.get_world_size() > 1:
+            names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+            if "torch.distributed.pipelining.stage" in names:
+                raise RecipeError(DELAYED_PIPELINE)
         self.records = records
         self._autocast = autocast(state.te_recipe)
 
@@ -94,20 +97,6 @@ class Region:
             self._autocast.__exit__(None, None, None)
 
 
-def _reduces_over_ranks(state: ModelState) -> bool:
-    if not state.te_recipe.delayed():
-        return False
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _inside_pipeline() -> bool:
-    """Return True inside the forward of a stage of `torch.distributed.pipelining`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
-        frame = frame.f_back
-    return frame is not None
-
-
 class Opened(NamedTuple):
     """A running forward of a prepared root."""
 
@@ -118,14 +107,22 @@ class Opened(NamedTuple):
     """The frame of its module call."""
 
 
-class _Thread(threading.local):
-    """The running forwards of all models in this thread, the innermost last."""
+class _Running(threading.local):
+    """What runs in this thread: forwards of models, and the layer that multiplies."""
+
+    forward: ProductCounts | None = None
+    backward: ProductCounts | None = None
+    due: frozenset[str] = frozenset()
+    """The products to come of the backward's layer."""
+    task: int = -1
+    """The backward pass of `backward`, by autograd's number."""
 
     def __init__(self) -> None:
         self.opened: list[Opened] = []
+        """The forwards of all models, the innermost last."""
 
 
-_thread = _Thread()
+_running = _Running()
 
 
 class AroundRoot:
@@ -145,22 +142,26 @@ class AroundRoot:
     @torch.compiler.disable
     def _enter(self, root: nn.Module) -> None:
         calls = _running_calls()
-        _leave_interrupted(calls)
+        while _running.opened and _running.opened[-1].call not in calls:
+            ended = _running.opened.pop()  # by a KeyboardInterrupt: hooks do not run then
+            if ended.region is not None:
+                ended.state.region, ended.region.records = None, False
+                ended.region.__exit__()
         region = None
         if self.state.region is None and not inside_backward():  # else every layer enters its own
             region = Region(self.state, records=root.training and torch.is_grad_enabled()).__enter__()
             self.state.region = region
-        _thread.opened.append(Opened(self.state, region, calls[0]))
+        _running.opened.append(Opened(self.state, region, calls[0]))
         if region is not None and self.state.te_recipe.delayed():
             for layer in _layers(root, self.state):
                 layer.ensure_state()  # all of them in one order, so that ranks reduce the same amaxes
 
     @torch.compiler.disable
     def _leave(self, root: nn.Module) -> None:
-        last = _thread.opened[-1] if _thread.opened else None
+        last = _running.opened[-1] if _running.opened else None
         if last is None or last.state is not self.state or last.call not in _running_calls():
             return  # this forward did not enter, or an earlier one was interrupted
-        _thread.opened.pop()
+        _running.opened.pop()
         if last.region is not None:
             self.state.region = None
             if last.region.records:
@@ -168,25 +169,10 @@ class AroundRoot:
             last.region.__exit__()
 
 
-def _leave_interrupted(calls: list[FrameType | None]) -> None:
-    """Leave the regions of forwards that a KeyboardInterrupt ended: hooks do not run then."""
-    while _thread.opened and _thread.opened[-1].call not in calls:
-        interrupted = _thread.opened.pop()
-        if interrupted.region is not None:
-            interrupted.state.region = None
-            interrupted.region.records = False
-            interrupted.region.__exit__()
-
-
 def _running_calls() -> list[FrameType | None]:
     """Return this thread's module calls, the innermost first, then None for compiled ones, without a frame."""
-    calls: list[FrameType | None] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            calls.append(frame)
-        frame = frame.f_back
-    return [*calls, None]
+    call = nn.Module._call_impl.__code__
+    return [*(frame for frame, _ in traceback.walk_stack(None) if frame.f_code is call), None]
 
 
 def _layers(root: nn.Module, state: ModelState) -> list[nn.Module]:
@@ -209,20 +195,6 @@ _PLACES = (
 )
 """The functions that multiply, where TransformerEngine's linear layers look them up."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
-
-
-class _Running(threading.local):
-    """The counts of the layer that multiplies in this thread."""
-
-    forward: ProductCounts | None = None
-    backward: ProductCounts | None = None
-    due: frozenset[str] = frozenset()
-    """The products to come of the backward's layer."""
-    task: int = -1
-    """The backward pass of `backward`, by autograd's number."""
-
-
-_running = _Running()
 
 
 def _count_products() -> None:

@@ -5,8 +5,6 @@ formula. The result has the autocast dtype if autocast is on, else the weight's;
 autocast. Evaluation runs the original class, as in the linear layers. Imports TransformerEngine only at a swap.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import functools
@@ -32,8 +30,13 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
     """Return the unswapped norms over last dimensions in `root`, with carrier or the reason against one."""
-    modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
-    return [_norm(module, in_eval) for module in modules if _is_norm(module)]
+    found = []
+    for module in root.modules():
+        kind = type(module)  # PyTorch's other norms are of batches, groups, …
+        is_named = "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.") and not module._modules
+        if (is_named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and not isinstance(kind, _Swapped):
+            found.append(_norm(module, in_eval))
+    return found
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
@@ -50,14 +53,6 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     for name in common:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return True for LayerNorm, RMSNorm, or a leaf called a norm, except PyTorch's others (of batches, groups, …)."""
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return True
-    kind = type(module)
-    return "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.") and not module._modules
 
 
 def _obstacle(module: nn.Module) -> str | None:

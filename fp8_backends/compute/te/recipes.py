@@ -3,12 +3,10 @@
 Imports TransformerEngine, so it is imported when `te` runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch  # noqa: F401, before TransformerEngine, which needs the libraries loaded by torch
 import transformer_engine.pytorch as te
@@ -16,14 +14,12 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, RecipeError
+from ..interface import Recipe
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 except ImportError:  # before 2.9
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, RecipeState
-
-if TYPE_CHECKING:
-    from ..interface import Recipe
 
 __all__ = ["FP8GlobalStateManager", "QuantizedTensor", "RecipeState", "te_recipe"]
 
@@ -118,8 +114,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def device_support(scaling: str) -> tuple[bool, str]:
-    """Ask TransformerEngine if its device multiplies by this rule, and for the reason if not. It checks driver and
-    library versions, and raises without a driver."""
+    """Ask TransformerEngine if its device multiplies by this rule, or why not. Raises without a driver."""
     names = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
     name = names.get(scaling, "is_fp8_available")
     try:

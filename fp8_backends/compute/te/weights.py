@@ -7,8 +7,6 @@ own tensors: 2 bytes an element on Hopper (codes, and the transposed copy for dg
 Imports TransformerEngine, so it is imported with a layer.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

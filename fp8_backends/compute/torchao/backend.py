@@ -59,17 +59,28 @@ class TorchAOCompute(Compute):
         if importlib.util.find_spec("torchao") is None:
             return Availability(False, "TorchAO is not installed", "pip install torchao")
         version = hardware.version("torchao")
-        if not hasattr(torch, "_scaled_mm"):
-            return Availability(False, f"torch {torch.__version__} has no FP8 product", "install torch 2.8 or newer")
         if _products_are_emulated():
             return Availability(True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster")
         return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.config is not None:
-            _check_config(recipe)
-        elif recipe.scaling == "custom":
+        config = recipe.config
+        if config is None and recipe.scaling == "custom":
             raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
+        for field in CONFIG_OPTIONS if config is not None else ():
+            given = getattr(recipe, field) if field in recipe.given else None
+            if given is not None and given != getattr(config, field):
+                raise RecipeError(
+                    f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
+                    f"so say it there and leave {field} out"
+                )
+        if config is not None and "scaling" in recipe.given and recipe.scaling != (casts := scaling_of(config)):
+            raise RecipeError(f"ao:{recipe.scaling} and a config with {casts} casts disagree: leave one of the two out")
+        if config is not None and recipe.fast_accumulation is not True:
+            raise RecipeError(
+                "fast_accumulation and config: a config is used as it is, so set its "
+                "gemm_config_output=Float8GemmConfig(use_fast_accum=False) and leave the field out"
+            )
         if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
@@ -142,8 +153,7 @@ class TorchAOCompute(Compute):
         return "emulated" if module.config.emulate else "ao"
 
     def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast for fprop, or the gradient's cast for dgrad, by TorchAO's formulas. None for a weight that is
-        sharded or gathered in FP8."""
+        """Return TorchAO's cast for fprop, or for dgrad of a gradient; None for a weight sharded or gathered in FP8."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_utils import amax_to_scale
 
@@ -190,26 +200,6 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
         emulate=_products_are_emulated(),
         enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
-
-
-def _check_config(recipe: Recipe) -> None:
-    config, scaling = recipe.config, scaling_of(recipe.config)
-    for field in CONFIG_OPTIONS:
-        given = getattr(recipe, field) if field in recipe.given else None
-        if given is not None and given != getattr(config, field):
-            raise RecipeError(
-                f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
-                f"so say it there and leave {field} out"
-            )
-    if "scaling" in recipe.given and scaling != recipe.scaling:
-        raise RecipeError(
-            f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
-        )
-    if recipe.fast_accumulation is not True:
-        raise RecipeError(
-            "fast_accumulation and config: a config is used as it is, so set its "
-            "gemm_config_output=Float8GemmConfig(use_fast_accum=False) and leave the field out"
-        )
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:

@@ -1,7 +1,5 @@
 """The layers of `ao`, and their weights under FSDP2. Imports TorchAO, so it is imported with a layer."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import torch

@@ -17,8 +17,7 @@ from ...evidence.auditing import inner_tensors
 
 
 def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of tensors at the highest point of a step, by PyTorch's allocator on a GPU, by the profiler on a
-    CPU (None if this version of PyTorch reports no allocations)."""
+    """Return the highest bytes of tensors in a step: PyTorch's allocator on a GPU, the profiler on a CPU, or None."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

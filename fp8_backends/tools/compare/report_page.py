@@ -29,7 +29,9 @@ def render(results: Results) -> str:
         f"torch {results['versions'].get('torch', '?')}",
         results["date"].replace("T", " ").replace("+00:00", " UTC"),
     ]
-    colors = _colors(results)
+    others = [name for name in results["backends"] if name != reference]
+    colors = {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)}
+    colors[reference] = "var(--reference)"
     sections = {
         "Measured": _table(results, rows, colors) + aside(f"{summary.spread_line(results)}."),
         f"Held-out loss against {reference}": _gap_chart(results, rows, colors),
@@ -43,12 +45,6 @@ def render(results: Results) -> str:
     badge = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
     verdict = summary.verdict(results)
     return page.page("FP8 backends compared", facts, verdict, _figures(results, rows), sections, badge)
-
-
-def _colors(results: Results) -> dict[str, str]:
-    reference = summary.reference_of(results)
-    others = [name for name in results["backends"] if name != reference]
-    return {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)} | {reference: "var(--reference)"}
 
 
 def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:

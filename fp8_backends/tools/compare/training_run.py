@@ -191,17 +191,15 @@ class Run:
         return self._cosines({name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None})
 
     def _cosines(self, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {
-            name: _cosine(gradients[name], expected) if name in gradients else 0.0
-            for name, expected in self.reference_gradients.items()
-        }
-
-
-def _cosine(gradient: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the cosine of two gradients; if one of them is zero, 1 for equal ones and 0 otherwise."""
-    gradient, other = (each.detach().cpu().double().flatten() for each in (gradient, other))
-    norms = (gradient.norm() * other.norm()).item()
-    return (gradient @ other).item() / norms if norms != 0 else float(torch.equal(gradient, other))
+        cosines = dict.fromkeys(self.reference_gradients, 0.0)
+        for name in cosines.keys() & gradients.keys():
+            pair = gradients[name], self.reference_gradients[name]
+            gradient, expected = (each.detach().cpu().double().flatten() for each in pair)
+            norms = (gradient.norm() * expected.norm()).item()
+            # without a direction, 1 for equal ones
+            equal = float(torch.equal(gradient, expected))
+            cosines[name] = (gradient @ expected).item() / norms if norms != 0 else equal
+        return cosines
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

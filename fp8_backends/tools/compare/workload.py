@@ -253,9 +253,7 @@ def _config(settings: Settings) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises anything for a broken file
-        raise FP8BackendError(
-            f"--model {path}: not a configuration that transformers reads ({first_line(error)})"
-        ) from error
+        raise FP8BackendError(f"--model {path}: no configuration for transformers ({first_line(error)})") from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < settings.sequence:
         raise FP8BackendError(f"--sequence {settings.sequence} exceeds the model's {longest} positions")

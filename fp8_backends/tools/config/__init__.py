@@ -37,9 +37,7 @@ def read(path: str, system: str | None = None, processes: int | None = None) -> 
         counts = {name: sum(mark in values for mark in marks) for name, marks in _MARKS.items()}
         if counts["accelerate"] == counts["axolotl"]:
             listed = " or ".join(f"{name.capitalize()} ({', '.join(marks)}, …)" for name, marks in _MARKS.items())
-            raise RecipeError(
-                f"{path}: its keys do not tell whether it is a configuration of {listed}: say it with --from"
-            )
+            raise RecipeError(f"{path}: its keys do not tell whether it is made for {listed}: say it with --from")
         system = max(counts, key=counts.get)
     return _READERS[system](values, path, processes)
 

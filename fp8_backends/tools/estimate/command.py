@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_named(args.chip)
     model = from_transformers(args.model) if args.params is None else from_parameters(parse_count(args.params))
     if args.sequence is not None and not model.reads_tokens:
-        raise FP8BackendError(
-            f"--sequence {args.sequence}: this model reads images, which have no tokens: leave it out"
-        )
+        raise FP8BackendError(f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it out")
     settings = {
         "batch": args.batch,
         "sequence": args.sequence or min(SEQUENCE, model.longest or SEQUENCE),

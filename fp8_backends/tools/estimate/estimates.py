@@ -22,20 +22,9 @@ from ...states.levels import WEIGHT
 from ...words import shown
 from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
-from .step_trace import (
-    ACTIVATIONS,
-    BUFFERS,
-    CODES,
-    COPIES,
-    GRADIENTS,
-    MASTER,
-    STATES,
-    WEIGHTS,
-    Bytes,
-    StepSettings,
-    StepTrace,
-    trace_step,
-)
+from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
+
+WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Dtypes of autocast by name. As a backend, a name means training without FP8."""
@@ -159,8 +148,9 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
         result.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
         return result
-    of_te, of_release = sharding == "fsdp2" and _is_te(recipe), sharding == "ddp" and _releases(recipe)
-    key = (backend, id(recipe), sharding in DEEPSPEED, of_te, of_release)
+    is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
+    kind = sharding in DEEPSPEED, is_te and sharding == "fsdp2", releases and sharding == "ddp"
+    key = (backend, id(recipe), *kind)
     try:
         growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:
@@ -177,7 +167,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     for name, setting in FEATURES.items() if recipe is not None else ():
         if (value := getattr(recipe, name)) != setting.default:
             result.notes.append(f"{name}={value!r}, of the backends in FP8")
-    if _is_te(recipe):
+    if is_te:
         result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     if workload.devices > 1:
         note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
@@ -193,7 +183,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     result.parameters = trace.sizes["parameters"]
     if workload.memory is not None:
         result.fits, result.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
-        if growth.in_layers:
+        if growth.deeper is not growth.first:
             result.largest_layers = _largest(lambda count: fits(count, batch))
             result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
     return result
@@ -220,10 +210,6 @@ class Growth:
     """With twice the batch; `first` if no other batch is of interest."""
     layers: int
     batch: int
-
-    @property
-    def in_layers(self) -> bool:
-        return self.deeper is not self.first
 
     def at(self, layers: float, batch: float) -> StepTrace:
         """Return the trace for this depth and batch.
@@ -268,7 +254,7 @@ def trace_model(
         recipe=recipe,
         autocast=autocast,
         checkpointing=workload.checkpointing,
-        releases="none" if not _releases(recipe) else "scaled" if sharding == "ddp" else "all",
+        releases=("scaled" if sharding == "ddp" else "all") if getattr(recipe, "gradient_release", False) else "none",
     )
 
     def make_batch() -> dict[str, torch.Tensor]:
@@ -276,22 +262,9 @@ def trace_model(
         return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
     trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
-    if _is_te(recipe):
+    if getattr(recipe, "compute", "") == "te":
         _add_te_codes(trace, recipe, sharding)
     return trace
-
-
-def _releases(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.gradient_release
-
-
-def _is_te(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.compute == "te"
-
-
-_ALL_CODES_LIVE = {
-    "forward", "forward of the last block", "loss", "backward of the head", "backward of the last block",
-}  # fmt: skip
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
@@ -303,7 +276,8 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
         copies = 0
     more = copies * trace.sizes["converted"] - trace.saved[CODES]
     trace.saved[CODES] += more
-    for region in _ALL_CODES_LIVE & trace.peaks.keys():
+    in_backward = "backward of the head", "backward of the last block"
+    for region in trace.peaks.keys() & {"forward", "forward of the last block", "loss", *in_backward}:  # all are live
         trace.peaks[region][CODES] += more
 
 

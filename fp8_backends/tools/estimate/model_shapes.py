@@ -10,16 +10,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import FP8BackendError
 from ...words import counted, first_line, shortened
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _TOKENS, _IMAGES, _SPECTROGRAMS = "input_ids", "pixel_values", "input_features"
 _WITH_LOSS = {
@@ -30,8 +27,7 @@ _WITH_LOSS = {
     _IMAGES: ("ForImageClassification",),
     _SPECTROGRAMS: ("ForConditionalGeneration",),
 }
-"""Main input, and endings of classes that take it with `labels` and return a loss: a label for each token or, for a
-classifier, one for each sample."""
+"""Main input, and endings of classes that take it with `labels`, for tokens or samples, and return a loss."""
 _SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
 """Fields of a configuration with the size of an input; a model of images and texts has them in a nested one."""
 IMAGE_SIZE = 224
@@ -55,7 +51,8 @@ class ModelShape:
     """A model of variable depth."""
 
     title: str
-    config: PretrainedConfig
+    config: Any
+    """Of transformers."""
 
     @property
     def layers(self) -> int:
@@ -242,7 +239,7 @@ _TABLES = (
 )
 
 
-def _model_class(config: PretrainedConfig) -> Any:
+def _model_class(config: Any) -> Any:
     """Return a class for training, named by the configuration or of its type. Raises `FP8BackendError`."""
     import transformers
     from transformers.models.auto import modeling_auto as auto

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,13 +36,8 @@ from ..terminal import FEATURES
 from .model_shapes import count_elements
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
-"""Uses of memory. Products of one step create `copies` of weights in high precision (autocast's) and FP8 `codes`.
-`activations`: all other tensors of a step, including temporary results."""
+"""Uses of memory. `copies` of weights are autocast's, `codes` FP8; `activations`: all other tensors of a step."""
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
-
-_WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
-
-_PLAIN_TYPES = frozenset(PLAIN)
 
 _KERNELS = frozenset(
     function.__code__
@@ -95,22 +91,13 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[part] += storage.size
                 self._storages[key] = storage._replace(part=part)
 
-    def assign_all(self, old: str, part: str) -> None:
-        for key, storage in self._storages.items():
-            if storage.part == old:
-                self._storages[key] = storage._replace(part=part)
-        self.live[part] += self.live[old]
-        self.live[old] = 0
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not _PLAIN_TYPES.issuperset(types):
+        if not set(PLAIN).issuperset(types):
             return NotImplemented  # a wrapper subclass dispatches to its inner tensors first
         if func is torch.ops.aten._local_scalar_dense.default:
             self._answers += 1
             if self._answers > MOST_ANSWERS:
-                raise FP8BackendError(
-                    "the code of this model asks for values of tensors without end, and here are none"
-                )
+                raise FP8BackendError("the code of the model asks for values of tensors without end, and here are none")
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._grouped_mm.default:
@@ -118,24 +105,16 @@ class MemoryTracker(TorchDispatchMode):
             out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
         else:
             out = func(*args, **(kwargs or {}))
-        made_of_weights = None
+        operands = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        storages = [self._storages.get(tensor.untyped_storage()._cdata) for tensor in operands]
+        parts = {ACTIVATIONS if storage is None else storage.part for storage in storages}
+        from_weights = parts <= {WEIGHTS, MASTER, BUFFERS, COPIES, CODES} and parts not in (set(), {BUFFERS})
         for tensor in tree_iter(out):
             has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
             if has_memory and tensor.untyped_storage()._cdata not in self._storages:
-                if made_of_weights is None:
-                    made_of_weights = self._are_weights(args, kwargs)
                 copies = CODES if tensor.dtype.itemsize == 1 else COPIES
-                self._add(tensor, copies if made_of_weights else ACTIVATIONS)
+                self._add(tensor, copies if from_weights else ACTIVATIONS)
         return out
-
-    def _are_weights(self, args, kwargs) -> bool:
-        """Return True if the tensors among the arguments are weights, or copies of them."""
-        parts = set()
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                storage = self._storages.get(tensor.untyped_storage()._cdata)
-                parts.add(ACTIVATIONS if storage is None else storage.part)
-        return bool(parts) and parts <= _WEIGHT_PARTS and parts != {BUFFERS}
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
         storage = tensor.untyped_storage()
@@ -152,17 +131,12 @@ class MemoryTracker(TorchDispatchMode):
         self.total -= gone.size
 
     def _note_peak(self) -> None:
+        if self.total < self.peak_totals.get(self.region, 0):
+            return
         # inside a kernel nothing counts: its result counts with the next tensor
-        if self.total >= self.peak_totals.get(self.region, 0) and not _is_inside_kernel():
+        if all(frame.f_code not in _KERNELS for frame, _ in traceback.walk_stack(None)):
             self.peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
-
-
-def _is_inside_kernel() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _KERNELS:
-        frame = frame.f_back
-    return frame is not None
 
 
 @dataclass
@@ -336,7 +310,12 @@ class _Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self._assign_parts()
-        self.tracker.assign_all(ACTIVATIONS, BUFFERS)  # before the first forward, these are records of layers
+        tracker = self.tracker
+        for key, storage in tracker._storages.items():  # before the first forward, activations are records of layers
+            if storage.part == ACTIVATIONS:
+                tracker._storages[key] = storage._replace(part=BUFFERS)
+        tracker.live[BUFFERS] += tracker.live[ACTIVATIONS]
+        tracker.live[ACTIVATIONS] = 0
 
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():
