@@ -96,7 +96,7 @@ def through_the_kernels() -> None:
     """Let this package send tensors of the CPU to its Triton kernels, as it would a Hopper GPU's."""
     import fp8_backends  # noqa: F401
     from fp8_backends.compute import products
-    from fp8_backends.kernels import triton_gate
+    from fp8_backends.kernels import devices, triton_gate
     from fp8_backends.kernels.triton_gate import is_eager
 
     class Guard:
@@ -109,9 +109,9 @@ def through_the_kernels() -> None:
             self.previous = -1
 
     everywhere(triton_gate.usable, is_eager)
-    everywhere(triton_gate.has_fp8_casts, lambda tensor: True)
-    everywhere(triton_gate.multiprocessors, lambda tensor: 132)
-    everywhere(triton_gate.on_device_of, lambda tensor: Guard())
+    everywhere(devices.has_fp8_casts, lambda tensor: True)
+    everywhere(devices.multiprocessors, lambda tensor: 132)
+    everywhere(devices.on_device_of, lambda tensor: Guard())
     everywhere(products.engine_for, lambda *_: products.SCALED_MM)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
-from ..kernels.triton_gate import on_device
+from ..kernels.devices import on_device
 from ..tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
 from ..tensors.sharded_tensor import agreed_over
 from ..torch_tools.modules import TemporaryHook

@@ -25,8 +25,8 @@ import torch
 
 from ..formats.formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ..formats.scaling import tensor_amax
+from .devices import on_device
 from .rounding import SEED_FACTOR, decoded
-from .triton_gate import on_device
 
 ROUNDINGS = ("stochastic", "nearest")
 

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from ..formats.formats import FORMATS, ROOT8
 from .adam_table import GRADIENT_LIMIT, LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK, AdamTable, Kind
+from .devices import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
 from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
-from .triton_gate import has_fp8_casts, on_device_of
 from .triton_tiles import (
     COLUMNS,
     COPY,

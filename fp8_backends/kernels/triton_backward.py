@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import triton_gate
+from . import devices
 from .triton_common import OPTIONS, as_fp32, ceil_div, format_max, from_codes
 
 BLOCK, SMOOTH_BLOCK, WARPS = 8192, 4096, 16
@@ -37,7 +37,7 @@ def cross_entropy(
     if logits.stride(1) != 1 and words > 1:  # this copy becomes the gradient
         logits = logits.contiguous()
     gradient = logits if logits.is_contiguous() else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    with triton_gate.on_device_of(logits):
+    with devices.on_device_of(logits):
         arguments = logits, gradient, labels.contiguous(), losses, words, logits.stride(0), ignore_index
         constants = {"IS_SMOOTH": label_smoothing != 0, "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK)}
         smoothing = 1.0 - label_smoothing, label_smoothing / words
@@ -102,7 +102,7 @@ def cross_entropy_kernel(
 def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Run `backward.accumulate` on contiguous tensors."""
     total = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    with triton_gate.on_device_of(codes):
+    with devices.on_device_of(codes):
         accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
             codes.view(torch.uint8), scale_inv, addend, total, codes.numel(), BLOCK=ADDED,
             num_warps=ADDING_WARPS, **OPTIONS,
@@ -113,14 +113,14 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
 def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """Run `backward.norm` on contiguous E4M3 codes."""
     blocks = ceil_div(codes.numel(), SQUARED)
-    at_a_time = _NORM_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(codes)
+    at_a_time = _NORM_PROGRAMS_AT_A_TIME * devices.multiprocessors(codes)
     programs = max(min(blocks, at_a_time, NORM_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.float32, device=codes.device)
     result = torch.empty((), dtype=torch.float32, device=codes.device)
-    with triton_gate.on_device_of(codes):
+    with devices.on_device_of(codes):
         squares_kernel[(programs,)](
             codes.view(torch.uint8), partials, codes.numel(), blocks, BLOCK=SQUARED,
-            HAS_FP8_CASTS=triton_gate.has_fp8_casts(codes), num_warps=SQUARING_WARPS, **OPTIONS,
+            HAS_FP8_CASTS=devices.has_fp8_casts(codes), num_warps=SQUARING_WARPS, **OPTIONS,
         )  # fmt: skip
         norm_kernel[(1,)](partials, programs, scale_inv, result, num_warps=4, **OPTIONS)
     return result

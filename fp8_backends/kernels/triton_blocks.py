@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..formats.formats import Format
 from ..formats.scaling import MX, ROWS, SQUARES, VECTORS, Blocks
-from . import triton_gate
+from . import devices
 from .layouts import Layouts
 from .triton_common import (
     as_bits,
@@ -67,7 +67,7 @@ def quantize_blocks(
     scale_inv = _empty_scales(matrix, blocks) if rows else None
     transposed_scale_inv = _empty_scales(matrix.t(), blocks) if columns else None
     outputs = (codes, scale_inv, transposed, transposed_scale_inv)
-    with triton_gate.on_device_of(matrix):
+    with devices.on_device_of(matrix):
         if blocks is ROWS:
             _quantize_lines(matrix, fmt, *outputs, stored_scale_inv, tile)
         else:

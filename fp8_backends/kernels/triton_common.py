@@ -1,7 +1,7 @@
 """Arithmetic shared by the Triton kernels: `scaling` and `formats` on a GPU, to the bit.
 
 Importing this module loads Triton, so check `triton_gate.usable` first. Launch every kernel with `**OPTIONS` inside
-`triton_gate.on_device_of(tensor)`.
+`devices.on_device_of(tensor)`.
 
 FP8 codes are uint8 in kernels and pointers, as older GPUs and Triton's interpreter use integer operations.
 """
@@ -148,7 +148,7 @@ def _on_grid(x, FORMAT: tl.constexpr):
 def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
     """Compute `formats.saturating_cast` of scaled FP32 values: to nearest even, saturating, NaN stays NaN.
 
-    FORMAT: "e4m3" or "e5m2" (uint8 codes), or "fp16" (float16). HAS_FP8_CASTS: `triton_gate.has_fp8_casts`, one
+    FORMAT: "e4m3" or "e5m2" (uint8 codes), or "fp16" (float16). HAS_FP8_CASTS: `devices.has_fp8_casts`, one
     instruction for two values.
     """
     if FORMAT == "fp16":

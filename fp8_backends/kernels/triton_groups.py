@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..formats.formats import Format
-from . import triton_gate
+from . import devices
 from .layouts import Layouts
 from .triton_common import (
     as_bits,
@@ -108,7 +108,7 @@ def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, c
     sizes = (*x.shape[1:], places, padded, matrix_stride, x.stride(1))
     tiles = ceil_div(places, CAST_TILE.rows) * ceil_div(padded, CAST_TILE.columns)
     of_columns = ceil_div(groups // matrices * padded, COLUMN_SCALES) if columns else 0
-    with triton_gate.on_device_of(x):
+    with devices.on_device_of(x):
         arguments = x, bits, row_scale, scale_inv, owners, sources, *sizes
         amax_kernel[(places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
         rows_out = None if codes is None else codes.view(torch.uint8), scale_inv

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..formats.formats import E4M3, E5M2, Format, saturating_cast
 from ..formats.scaling import ROLLS, SCALE, WINDOW
-from . import triton_gate
+from . import devices
 from .layouts import DYNAMIC, Layouts
 from .triton_common import (
     OPTIONS,
@@ -62,7 +62,7 @@ _PARTIALS, _ROLLS, _SCALE, _WINDOW = map(tl.constexpr, (AMAX_PROGRAMS, ROLLS, SC
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
     """Run `scaling.tensor_amax` on a matrix of any strides: FP32, 0-dim. Ignores NaN unless `keep_nan`."""
-    with triton_gate.on_device_of(x):
+    with devices.on_device_of(x):
         partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
     return partials.amax().view(torch.float32)
 
@@ -86,7 +86,7 @@ def quantize(
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
     codes, transposed = empty_codes(matrix, rows, columns)
-    with triton_gate.on_device_of(matrix):
+    with devices.on_device_of(matrix):
         if scale is None:
             partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
             programs = partials.numel()
@@ -158,7 +158,7 @@ def tiling(tile: Tile) -> dict[str, object]:
 
 def casting(matrix: torch.Tensor, fmt: Format) -> dict[str, object]:
     """Return the arguments of every cast."""
-    return {"FORMAT": fmt.name, "HAS_FP8_CASTS": triton_gate.has_fp8_casts(matrix)}
+    return {"FORMAT": fmt.name, "HAS_FP8_CASTS": devices.has_fp8_casts(matrix)}
 
 
 def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = None) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     matrix = matrix.view(1, matrix.numel()) if matrix.is_contiguous() else matrix
     tile = tile or (AMAX_TILE if matrix.shape[0] == 1 else AMAX_ROW_TILE)
     tiles = tiles_of(matrix, tile)
-    at_a_time = _AMAX_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(matrix)
+    at_a_time = _AMAX_PROGRAMS_AT_A_TIME * devices.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
     amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
@@ -179,7 +179,7 @@ _thread = threading.local()
 
 def _zeroed_result(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a zeroed scale_inv and amax: FP32, 0-dim, adjacent, in 16 bytes."""
-    stream = triton_gate.stream_of(matrix)
+    stream = devices.stream_of(matrix)
     if stream is None:
         return _zeroed_results(matrix.device, 1)[0]
     stock, key = _thread.__dict__, (matrix.get_device(), stream)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats.formats import E4M3
+from .devices import has_fp8_casts, on_device, on_device_of
 from .layouts import BLOCK, Part, columns_of, shape_of
 from .triton_common import (
     OPTIONS,
@@ -30,7 +31,6 @@ from .triton_common import (
     to_codes,
     to_nearest,
 )
-from .triton_gate import has_fp8_casts, on_device, on_device_of
 
 TILE = 32
 """Blocks of a program: 4096 elements."""

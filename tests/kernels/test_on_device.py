@@ -9,7 +9,7 @@ import torch
 import fp8_backends
 from fp8_backends import FP8BackendError
 from fp8_backends.kernels.adam_table import adam_hypers
-from fp8_backends.kernels.triton_gate import on_device
+from fp8_backends.kernels.devices import on_device
 
 
 def test_a_cuda_graph_does_not_record_them(monkeypatch):
@@ -34,4 +34,4 @@ def test_no_other_code_copies_from_pinned_memory():
         if isinstance(call, ast.Call) and "pin_memory" in {keyword.arg for keyword in call.keywords}
         if ast.unparse(call.func) == "torch.tensor"
     }
-    assert found == {"kernels/triton_gate.py"}
+    assert found == {"kernels/devices.py"}

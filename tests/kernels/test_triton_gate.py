@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8_backends import kernels
-from fp8_backends.kernels import triton_gate
+from fp8_backends.kernels import devices, triton_gate
 
 
 class OnGPU:
@@ -30,7 +30,7 @@ def gpu(monkeypatch):
 
     def of(capability):
         forget()
-        monkeypatch.setattr(triton_gate, "_capability", lambda device: capability)
+        monkeypatch.setattr(devices, "capability", lambda device: capability)
         return OnGPU()
 
     monkeypatch.setattr(triton_gate, "_KINDS", (OnGPU,))
@@ -43,13 +43,13 @@ def gpu(monkeypatch):
 def forget():
     """What is known of a device."""
     triton_gate._runs_on.cache_clear()
-    triton_gate._casts_in_hardware.cache_clear()
+    devices._casts_in_hardware.cache_clear()
 
 
 def test_gpus_from_ampere_on(gpu):
     for capability, usable, has_casts in (((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)):
         tensor = gpu(capability)
-        assert triton_gate.usable(tensor) == usable and triton_gate.has_fp8_casts(tensor) == has_casts
+        assert triton_gate.usable(tensor) == usable and devices.has_fp8_casts(tensor) == has_casts
 
 
 def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
@@ -65,9 +65,9 @@ def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
 def test_the_device_is_changed_only_for_another_one(monkeypatch):
     """The guard takes as long as a tenth of a launch."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert triton_gate.on_device_of(OnGPU()) is triton_gate.on_device_of(torch.randn(1))
+    assert devices.on_device_of(OnGPU()) is devices.on_device_of(torch.randn(1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    guard = triton_gate.on_device_of(OnGPU())
+    guard = devices.on_device_of(OnGPU())
     assert isinstance(guard, torch.cuda.device) and guard.idx == 0
 
 
@@ -90,7 +90,7 @@ def test_without_triton_it_is_said_once(monkeypatch, caplog):
     "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
 )
 def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, monkeypatch, caplog):
-    monkeypatch.setattr(triton_gate, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "capability", lambda device: (9, 0))
 
     def obstacle(device):  # a stand-in: the trial itself needs Triton, and a GPU
         assert device == torch.device("cuda", 1)
@@ -108,6 +108,6 @@ def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, 
 
 
 def test_a_cpu_alone_does_not(monkeypatch):
-    assert not triton_gate.usable(torch.randn(4)) and not triton_gate.has_fp8_casts(torch.randn(4))
+    assert not triton_gate.usable(torch.randn(4)) and not devices.has_fp8_casts(torch.randn(4))
     monkeypatch.setenv(triton_gate.VARIABLE, "interpret")  # without Triton's own switch
     assert not triton_gate.usable(torch.randn(4))

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.kernels import triton_gate
+from fp8_backends.kernels import devices, triton_gate
 
 
 def test_only_real_tensors_in_eager_mode_go_to_the_kernels(monkeypatch):
     x = torch.randn(4, 4)
-    assert triton_gate.usable(x) and triton_gate.usable(nn.Parameter(x)) and not triton_gate.has_fp8_casts(x)
+    assert triton_gate.usable(x) and triton_gate.usable(nn.Parameter(x)) and not devices.has_fp8_casts(x)
     assert not triton_gate.usable(x.to("meta"))
     assert not triton_gate.usable(x.as_subclass(type("Subclass", (torch.Tensor,), {})))
     with FakeTensorMode() as mode:

@@ -10,7 +10,7 @@ import torch
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS
-from fp8_backends.kernels import triton_blocks, triton_gate, triton_matrix
+from fp8_backends.kernels import devices, triton_blocks, triton_matrix
 from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -131,7 +131,7 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
     found[0].scale_inv.mul_(1.0)
     assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another that waits for backward
     assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
-    monkeypatch.setattr(triton_gate, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
+    monkeypatch.setattr(devices, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
     triton_matrix.quantize(x, E4M3, one)
     assert len(made) == 3 and made[-1][1] == 1
 
