@@ -102,20 +102,20 @@ def _runs_on(device: int) -> bool:
     """Read the environment once per device, as each launch asks."""
     if os.environ.get(VARIABLE) == "0" or torch.version.hip is not None:
         return False
-    return _capability(device) >= _OLDEST and _triton_is_there() and _passes_trial(device)
+    return torch.cuda.get_device_capability(device) >= _OLDEST and has_triton() and _passes_trial(device)
 
 
 @functools.cache
 def _casts_in_hardware(device: int) -> bool:
-    return not _interprets() and _capability(device) >= _FP8_CASTS
+    return not _interprets() and torch.cuda.get_device_capability(device) >= _FP8_CASTS
 
 
 _properties = functools.cache(torch.cuda.get_device_properties)
-_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
-def _triton_is_there() -> bool:
+def has_triton() -> bool:
+    """Return True if Triton can be imported, else warn once."""
     try:
         import triton  # noqa: F401  (optional)
     except ImportError as error:
@@ -132,7 +132,7 @@ def _passes_trial(device: int) -> bool:
     from . import triton_common  # Triton takes a second to load
 
     try:
-        obstacle = triton_common.obstacle(torch.device("cuda", device), _capability(device) >= _FP8_CASTS)
+        obstacle = triton_common.obstacle(torch.device("cuda", device), _casts_in_hardware(device))
     except Exception as error:  # compilers and drivers share no base class
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle is not None:
