@@ -119,7 +119,7 @@ def check(make, steps=1):
     before = all_bits(ours)
     for _ in range(steps):
         fused = AdamSteps(ours)
-        assert all(isinstance(part, AdamTable) for part, _ in fused._parts)
+        assert all(isinstance(part, AdamTable) for part, _ in fused.parts)
         fused.run()
         AdamSteps(expected, fused=False).run()
     assert all_bits(ours) == all_bits(expected) != before

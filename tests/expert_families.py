@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import torch
-from model_families import _SIZES, HEADS, LENGTH, VOCABULARY, WIDTH
+from model_families import HEADS, LENGTH, SIZES, VOCABULARY, WIDTH
 from torch import nn
 
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -59,7 +59,7 @@ def _config(family: str, **config):
     import transformers
 
     name, fields = _FAMILIES[family]
-    fields = {**_SIZES, "pad_token_id": 0, "num_experts_per_tok": TOP_K, **fields, **config}
+    fields = {**SIZES, "pad_token_id": 0, "num_experts_per_tok": TOP_K, **fields, **config}
     return getattr(transformers, f"{name}Config")(**fields)
 
 

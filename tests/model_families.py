@@ -13,7 +13,7 @@ from torch import nn
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 128, 32, 2, 2, 16
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
@@ -27,17 +27,17 @@ _FAMILIES = {
     "gpt_neox": (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
-        {**_SIZES, "intermediate_size": 2 * WIDTH},
+        {**SIZES, "intermediate_size": 2 * WIDTH},
     ),
     "llama": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {**_SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "tie_word_embeddings": False},
+        {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "tie_word_embeddings": False},
     ),
     "bert": (
         "BertConfig",
         "BertForMaskedLM",
-        {**_SIZES, **_NO_DROPOUT, "intermediate_size": 2 * WIDTH},
+        {**SIZES, **_NO_DROPOUT, "intermediate_size": 2 * WIDTH},
     ),
     "gpt2": (
         "GPT2Config",
@@ -59,7 +59,7 @@ _FAMILIES = {
         "MixtralConfig",
         "MixtralForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "intermediate_size": 2 * WIDTH,
             "num_key_value_heads": 1,
             "num_local_experts": 4,

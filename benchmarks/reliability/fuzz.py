@@ -121,7 +121,7 @@ def run_environment(case: Case) -> None:
     with changed_environment(variables):
         if LAUNCHED not in variables and not any(name.upper().startswith(PREFIX) for name in variables):
             args = launch.parse(["--cpu", "--num_processes", "2", __file__])
-            configuration = launch._Configuration()
+            configuration = launch.Configuration()
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
         fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
@@ -253,7 +253,7 @@ def run_functions(case: Case) -> None:
     if case["function"] == "estimate":
         backends, shardings = arguments.pop("backends"), arguments.pop("shardings")
         return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)
-    before = [{**found} for found in (registry._factories, registry._instances)]
+    before = [{**found} for found in (registry.factories, registry.instances)]
     try:
         function = next(getattr(place, case["function"]) for place in PLACES if hasattr(place, case["function"]))
         found = named(lambda: _called(function, arguments), (), *names)
@@ -261,7 +261,7 @@ def run_functions(case: Case) -> None:
             named(resolve, (arguments["name"].lower(),), "backend")
         return found
     finally:
-        for registered, held in zip((registry._factories, registry._instances), before, strict=True):
+        for registered, held in zip((registry.factories, registry.instances), before, strict=True):
             registered.clear()
             registered.update(held)
 

@@ -46,7 +46,7 @@ _NEEDED_PARAMETERS = {
 """Functions of `accelerate.commands.launch` that this file calls."""
 
 
-class _Configuration(NamedTuple):
+class Configuration(NamedTuple):
     path: str = ""
     values: Any = argparse.Namespace()
 
@@ -151,7 +151,7 @@ def _refuse(message: str) -> NoReturn:
 # The request
 
 
-def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str, Any]:
+def recipe_fields(args: argparse.Namespace, config: Configuration) -> dict[str, Any]:
     """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the strongest first."""
     in_file = sources.config_source(config.get("fp8_config"), config.path)
     if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # `accelerate config` recommends it for FSDP2
@@ -169,12 +169,12 @@ def _environment() -> sources.Source:
     return sources.Source(fields, places, selects_levels=sources.is_launched())
 
 
-def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
+def _configuration(args: argparse.Namespace, commands: ModuleType) -> Configuration:
     """Read the file that Accelerate will read: the given one, else the user's default one, but not with --cpu."""
     default = commands.default_config_file
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
-        return _Configuration()
+        return Configuration()
     sources.read_file(path)  # Accelerate's reader accepts a repeated key
     try:
         values = commands.load_config_from_file(path)
@@ -186,10 +186,10 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     if names_backend(values.mixed_precision) and "backend" not in (values.fp8_config or {}):
         values.fp8_config = {**(values.fp8_config or {}), "backend": values.mixed_precision}
         values.mixed_precision = "fp8"
-    return _Configuration(path, values)
+    return Configuration(path, values)
 
 
-def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
+def _check_precision(args: argparse.Namespace, config: Configuration) -> None:
     """Refuse another precision as a flag; warn of one in the configuration file, which other commands read, too."""
     if args.mixed_precision not in (None, "fp8"):
         raise FP8BackendError(
@@ -201,7 +201,7 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
         logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
 
 
-def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
+def _check_launcher(args: argparse.Namespace, config: Configuration) -> None:
     """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises `FP8BackendError`."""
     if "sagemaker" in str(config.get("compute_environment")).lower():
         raise FP8BackendError(
@@ -216,7 +216,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
     uses_cpu = config.get("use_cpu") or _variable("ACCELERATE_USE_CPU", flag, False)
-    if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not _has_device():
+    if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not has_device():
         raise FP8BackendError(
             f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
             "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
@@ -225,7 +225,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
         raise FP8BackendError(f"there is no script {shown(args.training_script)}")
 
 
-def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configuration) -> None:
+def _check_machine(recipe: Recipe, args: argparse.Namespace, config: Configuration) -> None:
     """Raise `BackendUnavailableError` if the recipe cannot run here; warn if another machine or GPU may train."""
     if recipe.compute == AUTO:
         return
@@ -238,27 +238,27 @@ def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configurat
         logger.warning("%s. The processes are started all the same: they may find another machine, or GPU", error)
 
 
-def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
+def _distributed_type(args: argparse.Namespace, config: Configuration) -> str:
     """Return the configuration file's distributed type; empty if a flag overrides it, or without one."""
     flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
     kind = config.get("distributed_type")
     return "" if any(flags) or kind is None else str(kind.value)
 
 
-def _uses_fsdp(args: argparse.Namespace, config: _Configuration) -> bool:
+def _uses_fsdp(args: argparse.Namespace, config: Configuration) -> bool:
     return args.use_fsdp or _distributed_type(args, config) == "FSDP"
 
 
-def _uses_gpus(args: argparse.Namespace, config: _Configuration) -> bool:
+def _uses_gpus(args: argparse.Namespace, config: Configuration) -> bool:
     kind = _distributed_type(args, config)
     return args.multi_gpu or (kind.startswith("MULTI_") and kind != "MULTI_CPU")
 
 
-def _uses_deepspeed(args: argparse.Namespace, config: _Configuration) -> bool:
+def _uses_deepspeed(args: argparse.Namespace, config: Configuration) -> bool:
     return args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED"
 
 
-def _has_device() -> bool:
+def has_device() -> bool:
     return torch.accelerator.is_available()
 
 
@@ -266,11 +266,11 @@ _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WO
 """Variables in which Accelerate finds the number of ranks that another launcher has started."""
 
 
-def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
+def _wants_cpu_ranks(args: argparse.Namespace, config: Configuration) -> bool:
     """Return True if several CPU processes are requested and no launcher starts them: Accelerate would train in one."""
     count = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
     elsewhere = _uses_deepspeed(args, config) or _uses_fsdp(args, config)
-    on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
+    on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not has_device())
     started = any(_variable(name, whole_number(), 1) > 1 for name in _STARTED_RANKS)
     return (args.cpu or on_cpu) and (count or 1) > 1 and not _by_mpirun(args, config) and not started
 
@@ -284,11 +284,11 @@ def _variable(name: str, parse: Callable[[Any], Any], default: Any) -> Any:
         raise FP8BackendError(f"{name}={shown(text)} in the environment {error}: correct it, or unset it") from None
 
 
-def _by_mpirun(args: argparse.Namespace, config: _Configuration) -> bool:
+def _by_mpirun(args: argparse.Namespace, config: Configuration) -> bool:
     return bool(args.mpirun_hostfile or (config.get("mpirun_config") or {}).get("mpirun_hostfile"))
 
 
-def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
+def _by_remote_shell(args: argparse.Namespace, config: Configuration) -> bool:
     """Return True if DeepSpeed starts the workers through a shell on each of several machines."""
     machines = args.num_machines or config.get("num_machines") or 1
     launcher = (config.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher")
@@ -300,7 +300,7 @@ def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
 # Launching
 
 
-def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
+def _launch(args: argparse.Namespace, config: Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
     """Run Accelerate's launcher and return the exit code of the first process that failed, or 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -33,8 +33,8 @@ ALIASES = {"transformer_engine": "te", "transformer-engine": "te", "torchao": "a
 RESERVED = ("auto", "msamp", "ms-amp")
 """Words with another meaning in a backend string."""
 
-_factories: dict[str, Callable[[], Compute]] = {}
-_instances: dict[str, Compute] = {}
+factories: dict[str, Callable[[], Compute]] = {}
+instances: dict[str, Compute] = {}
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
@@ -52,27 +52,27 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
         raise RecipeError(f"backend {name!r}: the factory must be callable, not {type(factory).__name__}")
     if key in valid_names() and not replace:
         raise RecipeError(f"backend {name!r} exists; pass replace=True to replace it, or choose another name")
-    _factories[key] = factory
-    _instances.pop(key, None)
+    factories[key] = factory
+    instances.pop(key, None)
 
 
 def valid_names() -> list[str]:
     """Return the names of all backends: built in, registered, or found as entry points."""
-    return list(dict.fromkeys([*BUILT_IN, *_factories, *_entry_points()]))
+    return list(dict.fromkeys([*BUILT_IN, *factories, *_entry_points()]))
 
 
 def is_known(name: str) -> bool:
     """Return True for a backend's name. Reads entry points from disk only for a name not known otherwise."""
-    return name in BUILT_IN or name in _factories or name in _entry_points()
+    return name in BUILT_IN or name in factories or name in _entry_points()
 
 
 def get_compute(name: str) -> Compute:
     """Return the backend with a name, in any case, aliases included: one instance a process. Raises `RecipeError` for
     an unknown name, `FP8BackendError` if a third party's backend fails to load."""
     key = ALIASES.get(name.lower(), name.lower())
-    if key not in _instances:
-        _instances.setdefault(key, _load(key))  # another thread may have been first
-    return _instances[key]
+    if key not in instances:
+        instances.setdefault(key, _load(key))  # another thread may have been first
+    return instances[key]
 
 
 def available_backends() -> dict[str, Availability]:
@@ -118,8 +118,8 @@ def _known_scalings(name: str) -> tuple[str, ...]:
 
 
 def _load(key: str) -> Compute:
-    if key in _factories:
-        return _checked(key, _factories[key])
+    if key in factories:
+        return _checked(key, factories[key])
     if key in BUILT_IN:
         module, _, attribute = BUILT_IN[key].partition(":")
         return getattr(importlib.import_module(module), attribute)()

@@ -95,15 +95,15 @@ def name_of(chip: str) -> str:
 def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> torch.Tensor:
     """Compute `product` without c by C++ on a CPU, else by the reference."""
     sums, result = CHIPS[chip], torch.zeros(a.shape[0], b.shape[0], device=a.device)
-    library = _library().loaded() if a.device.type == "cpu" else None
-    if library is None:  # rows by rows, for the memory of all products
+    compiled = library().loaded() if a.device.type == "cpu" else None
+    if compiled is None:  # rows by rows, for the memory of all products
         parts = zip(*(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True)
         return torch.cat([_by_reference(rows, b, sums, fast_accumulation, c) for rows, c in parts])
     (a, a_values), (b, b_values) = ((x.contiguous(), _decoded(x.dtype)) for x in (a, b))
     pointers = (x.data_ptr() for x in (a, b, a_values, b_values, result))
     promotes = not fast_accumulation and not sums.adds_in_fp32
     numbers = (*result.shape, a.shape[1], sums.group, sums.bits, sums.result_bits, promotes, sums.adds_in_fp32)
-    library.add_products(ctypes.byref(_Table(*pointers, *numbers, torch.get_num_threads())))
+    compiled.add_products(ctypes.byref(_Table(*pointers, *numbers, torch.get_num_threads())))
     if all(_is_finite(x) for x in (a, b)):
         return result
     exact = a.double() @ b.double().t()
@@ -126,7 +126,7 @@ class _Table(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> Library:
+def library() -> Library:
     return Library(Path(kernels.__file__).with_name("tensor_cores.cpp"), flags(), "the emulation of tensor cores")
 
 

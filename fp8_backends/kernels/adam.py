@@ -65,7 +65,7 @@ class AdamSteps:
     @torch.no_grad()
     def __init__(self, jobs: Sequence[Job], *, fused: bool = True):
         self._count = len(jobs)
-        self._parts: list[tuple[AdamTable | _Passes, list[int]]] = []
+        self.parts: list[tuple[AdamTable | _Passes, list[int]]] = []
         groups: dict[tuple[torch.device, bool, Kind], list[int]] = {}
         for i, job in enumerate(jobs):
             job.check()
@@ -73,14 +73,14 @@ class AdamSteps:
         for (_, _, kind), members in groups.items():
             kernels = _kernels(kind, jobs[members[0]].weight.data) if fused and kind.takes_one_pass else None
             if kernels is not None:
-                self._parts.append((AdamTable(kind, [jobs[i] for i in members], kernels), members))
+                self.parts.append((AdamTable(kind, [jobs[i] for i in members], kernels), members))
             else:
-                self._parts += [(_Passes(jobs[i], kind), [i]) for i in members]
+                self.parts += [(_Passes(jobs[i], kind), [i]) for i in members]
 
     @torch.no_grad()
     def run(self) -> None:
         """Make the whole step."""
-        for steps, _ in self._parts:
+        for steps, _ in self.parts:
             steps.run()
 
     @torch.no_grad()
@@ -100,13 +100,13 @@ class AdamSteps:
     @torch.no_grad()
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
         """Write the copies of stored weights. amaxes: from `write`."""
-        for steps, members in self._parts:
+        for steps, members in self.parts:
             if isinstance(steps, _Passes) and amaxes[members[0]] is not None:
                 steps.write_copy(amaxes[members[0]])
 
     def _for_each_part(self, function: Callable[[AdamTable | _Passes, list[int]], list]) -> list:
         results = [None] * self._count
-        for steps, members in self._parts:
+        for steps, members in self.parts:
             for i, result in zip(members, function(steps, members), strict=True):
                 results[i] = result
         return results

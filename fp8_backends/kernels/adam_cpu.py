@@ -46,7 +46,7 @@ _CHUNK = 2**16
 _ONE_BY_ONE = threading.Lock()
 
 # seconds
-_LONGEST_COMPILE, _LONGEST_WAIT, _POLL = 300, 120, 0.05
+LONGEST_COMPILE, LONGEST_WAIT, _POLL = 300, 120, 0.05
 _PAUSE_PER_SECOND, _SHORTEST_PAUSE = 20, 600
 """Pause before retrying a failure: the longer of 20 times its duration and 600."""
 _ABANDONED_AFTER = 3600
@@ -95,13 +95,13 @@ def usable(tensor: torch.Tensor) -> bool:
 def kernels(kind: Kind) -> CPUKernels | None:
     """Return the kernels of a kind; None if they cannot be compiled."""
     with _ONE_BY_ONE:  # `functools.cache` may run twice for two threads
-        library = _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
+        library = library_of(kind._replace(scaled=(), block_size=0, finite_is_told=False))
     loaded = library.loaded()
     return None if loaded is None else CPUKernels(kind, loaded)
 
 
 @functools.cache
-def _library(kind: Kind) -> Library:
+def library_of(kind: Kind) -> Library:
     formats = (*map(kind.format, range(4)), FORMATS[kind.copy] if kind.copy else E4M3)
     names = ("WEIGHT", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COPY")
     constants = {name: fmt.name.upper() for name, fmt in zip(names, formats, strict=True)} | {
@@ -135,13 +135,13 @@ class Library:
     def __init__(self, source: Path, flags: Sequence[str], name: str = "the optimizer step"):
         self._source, self._flags, self._name = source, tuple(flags), name
         self._loaded: ctypes.CDLL | None = None
-        self._next_try = 0.0
+        self.next_try = 0.0
         self._lock = threading.Lock()
 
     def loaded(self) -> ctypes.CDLL | None:
         """Return the library, or None after a warning about the first failure. Later calls retry: disks get emptied."""
         # with a timeout: a process may be forked while another thread compiles
-        if self._is_due() and self._lock.acquire(timeout=_LONGEST_WAIT):
+        if self._is_due() and self._lock.acquire(timeout=LONGEST_WAIT):
             try:
                 if self._is_due():
                     self._load()
@@ -150,15 +150,15 @@ class Library:
         return self._loaded
 
     def _is_due(self) -> bool:
-        return self._loaded is None and time.monotonic() >= self._next_try
+        return self._loaded is None and time.monotonic() >= self.next_try
 
     def _load(self) -> None:
-        is_first, start = not self._next_try, time.monotonic()
+        is_first, start = not self.next_try, time.monotonic()
         try:
             self._loaded = _load(self._source, self._flags, self._name)
         except (OSError, subprocess.SubprocessError) as error:
             now = time.monotonic()
-            self._next_try = now + max(_SHORTEST_PAUSE, _PAUSE_PER_SECOND * (now - start))
+            self.next_try = now + max(_SHORTEST_PAUSE, _PAUSE_PER_SECOND * (now - start))
             if is_first:
                 warnings.warn(
                     f"{self._name} runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or "
@@ -247,7 +247,7 @@ def _locked(lock: Path) -> Iterator[None]:
         if fcntl is not None:
             with contextlib.suppress(OSError):
                 descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-                deadline, held = time.monotonic() + _LONGEST_WAIT, False
+                deadline, held = time.monotonic() + LONGEST_WAIT, False
                 while not held and time.monotonic() < deadline:
                     try:
                         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,7 +293,7 @@ def _run(command: list[str], folder: Path) -> None:
             stdout=messages,
             stderr=messages,
             env={**os.environ, "TMPDIR": str(folder)},
-            timeout=_LONGEST_COMPILE,
+            timeout=LONGEST_COMPILE,
         )
         messages.seek(0)
         if done.returncode:

@@ -14,7 +14,6 @@ _FP8_CASTS = (8, 9)
 """First CUDA capability with FP8 conversion instructions."""
 _NO_CHANGE = contextlib.nullcontext()
 _properties = functools.cache(torch.cuda.get_device_properties)
-capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def has_fp8_casts(tensor: torch.Tensor) -> bool:
@@ -61,4 +60,4 @@ def interprets() -> bool:
 
 @functools.cache
 def _casts_in_hardware(device: int) -> bool:
-    return not interprets() and capability(device) >= _FP8_CASTS
+    return not interprets() and torch.cuda.get_device_capability(device) >= _FP8_CASTS

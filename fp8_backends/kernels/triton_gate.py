@@ -49,11 +49,12 @@ def _runs_on(device: int) -> bool:
     """Read the environment once per device, as each launch asks."""
     if os.environ.get(VARIABLE) == "0" or torch.version.hip is not None:
         return False
-    return devices.capability(device) >= _OLDEST and _triton_is_there() and _passes_trial(device)
+    return torch.cuda.get_device_capability(device) >= _OLDEST and has_triton() and _passes_trial(device)
 
 
 @functools.cache
-def _triton_is_there() -> bool:
+def has_triton() -> bool:
+    """Return True if Triton can be imported, else warn once."""
     try:
         import triton  # noqa: F401  (optional)
     except ImportError as error:

@@ -351,8 +351,7 @@ class ScaledTensor(WithoutMemory):
                 f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
                 f"elements cannot be taken apart: read it with dequantize()"
             )
-        is_part = self.numel() < whole.numel()
-        return self.dtype, self.block_size, self.accumulates, self.partial or is_part
+        return self.dtype, self.block_size, self.accumulates, self.partial or self.numel() < whole.numel()
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the tensors that FSDP2 sends for a shard: its codes, FP8 as bytes. Every rank has the scale; residuals

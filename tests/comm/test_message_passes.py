@@ -1,4 +1,4 @@
-"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/kernels/triton."""
+"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/kernels/triton_kernels."""
 
 from __future__ import annotations
 

@@ -424,10 +424,10 @@ def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
     tests = ("test_schema", "test_faketensor")
     for layouts in ((True, True), (True, False), (False, True)):
         options = E4M3.dtype, scale, *layouts, lines
-        torch.library.opcheck(
-            grouped_scaling._quantize_groups, (torch.randn(5, 20), *groups, *options), test_utils=tests
-        )
-        torch.library.opcheck(grouped_scaling._quantize_experts, (torch.randn(3, 20, 40), *options), test_utils=tests)
+        operators, weight = torch.ops.fp8_backends, torch.randn(3, 20, 40)
+        x = torch.randn(5, 20)
+        torch.library.opcheck(operators.quantize_groups.default, (x, *groups, *options), test_utils=tests)
+        torch.library.opcheck(operators.quantize_experts.default, (weight, *options), test_utils=tests)
 
 
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):

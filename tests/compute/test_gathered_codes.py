@@ -57,7 +57,8 @@ def agreed_codes(codes: WeightCodes, shards: list[torch.Tensor]) -> dict[str, tu
 def whole_codes(codes: WeightCodes, weight: torch.Tensor, product: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the whole weight as the layer does, in the weight's layout."""
     layer = codes.layer
-    matrix, rule, fmt = layer._matrix(Stored.of(weight)), layer.fp8_rule, layer.fp8_rule.forward_format
+    stored, rule, fmt = Stored.of(weight), layer.fp8_rule, layer.fp8_rule.forward_format
+    matrix = stored.t() if layer.transposed_weight else stored
     if rule.along is None:
         made = matrix.quantized(fmt, rule, layer.fp8_scaling, columns=False).along_columns()
     else:

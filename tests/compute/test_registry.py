@@ -26,8 +26,8 @@ from fp8_backends.compute.interface import Compute
 
 @pytest.fixture(autouse=True)
 def forget_registered_backends(monkeypatch):
-    monkeypatch.setattr(registry, "_factories", {})
-    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    monkeypatch.setattr(registry, "factories", {})
+    monkeypatch.setattr(registry, "instances", dict(registry.instances))
 
 
 def pretend_entry_point(monkeypatch, name, value):

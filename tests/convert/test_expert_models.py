@@ -9,6 +9,7 @@ import torch
 from expert_families import EXPERTS, FAMILIES, build, make_experts, routed
 from model_families import LAYERS, batch, loss_of, train
 from torch import nn
+from transformers.integrations import moe
 
 import fp8_backends
 from fp8_backends import preparation
@@ -121,8 +122,7 @@ def test_an_error_on_the_way_leaves_the_experts_as_they_were(monkeypatch):
 def test_a_copy_has_counters_and_states_of_its_own(copied, monkeypatch):
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     loss_of(model, batch()).backward()
-    registry = functions._registry()
-    monkeypatch.delitem(registry._global_mapping, functions.NAME)  # as in another process
+    monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.NAME)  # as in another process
     other = copied(model)
     loss_of(other, batch()).backward()
     for own, counts in ((model, [1, 1, 1, 0]), (other, [2, 2, 2, 0])):
@@ -358,7 +358,7 @@ def test_experts_outside_the_registry_say_so(monkeypatch):
 
 
 def test_a_configuration_that_names_the_function_without_preparing_runs_as_the_class_does():
-    functions._register()
+    prepare(build("mixtral"), "native:dynamic")  # registers the function
     experts, plain = make_experts("gpt_oss").experts, make_experts("gpt_oss").experts
     experts.config._experts_implementation, plain.config._experts_implementation = "fp8_backends", "eager"
     assert torch.equal(experts(*routed(8)), plain(*routed(8)))

@@ -16,7 +16,7 @@ from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, li
 from torch.distributed.run import get_args_parser
 from widths import nightly_but
 
-from fp8_backends.accelerate_plugin.launch import _Configuration, parse, recipe_fields
+from fp8_backends.accelerate_plugin.launch import Configuration, parse, recipe_fields
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 from fp8_backends.tools import advise, monitor
@@ -99,7 +99,7 @@ def test_every_other_launch_is_parsed_by_its_launcher(line):
         asked = parse(arguments[1:])
         if "--config_file" not in line:  # the configuration's own test reads that file
             name = re.search(r"--fp8_backend (\S+)", line)[1]
-            recipe = FP8RecipeKwargs(**recipe_fields(asked, _Configuration()))
+            recipe = FP8RecipeKwargs(**recipe_fields(asked, Configuration()))
             assert recipe == FP8RecipeKwargs(backend=name, **({"margin": 1} if "--fp8_margin 1" in line else {}))
 
 

@@ -22,7 +22,7 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-ALLOWED = {"compute.registry._factories", "compute.registry._instances"}
+ALLOWED = {"compute.registry.factories", "compute.registry.instances"}
 
 CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "Counter", "OrderedDict", "deque", "ChainMap"}
 CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}

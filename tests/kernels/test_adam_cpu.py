@@ -147,10 +147,10 @@ def test_jobs_without_a_kernel_are_left_to_pytorch():
     """Without a record, unless nothing has a scale; and fake tensors."""
     for case, fused in (("O2", False), ("bf16 states", True)):
         steps = AdamSteps(jobs(case, bounded=False))
-        assert all(isinstance(part, AdamTable) == fused for part, _ in steps._parts)
+        assert all(isinstance(part, AdamTable) == fused for part, _ in steps.parts)
     with FakeTensorMode(allow_non_fake_inputs=True):
         steps = AdamSteps([Job(*slots("O2", 100), hyper_of(), **OPTIONS["adamw"], seed=0)])
-    assert not any(isinstance(part, AdamTable) for part, _ in steps._parts)
+    assert not any(isinstance(part, AdamTable) for part, _ in steps.parts)
 
 
 @pytest.mark.slow
@@ -187,12 +187,12 @@ def test_an_empty_parameter_among_others():
 @pytest.mark.parametrize("capability", ["AVX2", nightly("DEFAULT")])
 def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    adam_cpu._library.cache_clear()
+    adam_cpu.library_of.cache_clear()
     try:
         for case, options in (("bf16 states", "adamw"), ("e5m2 gradient", "adamw"), ("O4", "adamw"), ("O4", "adam")):
             check(lambda case=case, options=options: jobs(case, options, sizes=SIZES))
     finally:
-        adam_cpu._library.cache_clear()
+        adam_cpu.library_of.cache_clear()
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
 def test_without_a_compiler_the_step_runs_eagerly(monkeypatch):
     """With one warning for each kind of parameters, not for each step."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    adam_cpu._library.cache_clear()
+    adam_cpu.library_of.cache_clear()
     try:
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with pytest.warns(UserWarning, match="uncompiled") as seen:
@@ -245,4 +245,4 @@ def test_without_a_compiler_the_step_runs_eagerly(monkeypatch):
             cases.step(slots("O1", 1000), one_pass="fused")
         assert bits(fast) == bits(eager) and len(seen) == 2
     finally:
-        adam_cpu._library.cache_clear()
+        adam_cpu.library_of.cache_clear()

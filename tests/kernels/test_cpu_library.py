@@ -296,17 +296,17 @@ def test_what_failed_is_tried_again_after_a_pause(source, cache, monkeypatch):
     library = Library(source, FLAGS)
     with pytest.warns(UserWarning, match="runs uncompiled.*XDG_CACHE_HOME.*no-such-compiler"):
         assert library.loaded() is None
-    assert library._next_try >= time.monotonic() + 500
+    assert library.next_try >= time.monotonic() + 500
     monkeypatch.setenv("CXX", "g++")
     assert library.loaded() is None  # at each step it would be tried again
-    monkeypatch.setattr(library, "_next_try", time.monotonic())
+    monkeypatch.setattr(library, "next_try", time.monotonic())
     assert library.loaded().answer() == OURS
 
 
 def test_a_compiler_that_does_not_end_is_given_up(source, cache, tmp_path, monkeypatch):
     """Also where a program that it has started goes on."""
     counting_compiler(tmp_path, monkeypatch, "sleep 30")
-    monkeypatch.setattr(cpu_library, "_LONGEST_COMPILE", 0.2)
+    monkeypatch.setattr(cpu_library, "LONGEST_COMPILE", 0.2)
     start = time.monotonic()
     with pytest.warns(UserWarning, match="timed out after 0.[12]"):
         assert Library(source, FLAGS).loaded() is None
@@ -336,7 +336,7 @@ def test_a_lock_that_somebody_holds_too_long_is_passed_over(source, cache, monke
     assert answer(source) == OURS
     (library,), (lock,) = libraries(cache), cache.glob("*.lock")
     library.unlink()
-    monkeypatch.setattr(cpu_library, "_LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(cpu_library, "LONGEST_WAIT", 0.2)
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert answer(source) == OURS

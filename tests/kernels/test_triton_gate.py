@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import types
@@ -15,35 +16,32 @@ from fp8_backends.kernels import devices, triton_gate
 
 
 class OnGPU:
-    """What the gate asks of a tensor."""
+    """What the gate asks of a tensor. Each is on a device of its own: the gate remembers its answers by device."""
 
     is_cuda = True
-    device = torch.device("cuda", 0)
+    devices = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", next(self.devices))
 
     def get_device(self) -> int:
-        return 0
+        return self.device.index
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of capability (9, 0), or of another: `gpu((8, 0))`. With Triton."""
+    """Tensors on GPUs of a capability, with Triton: `gpu((8, 0))`. `obstacle`: what the trial of kernels finds."""
 
-    def of(capability):
-        forget()
-        monkeypatch.setattr(devices, "capability", lambda device: capability)
+    def of(capability, obstacle=lambda device: None):
+        matrix = types.SimpleNamespace(obstacle=obstacle)  # a stand-in: the trial itself needs Triton, and a GPU
+        monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_matrix", matrix)
+        monkeypatch.setattr(kernels, "triton_matrix", matrix, raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return OnGPU()
 
-    monkeypatch.setattr(triton_gate, "_KINDS", (OnGPU,))
-    monkeypatch.setattr(triton_gate, "_triton_is_there", lambda: True)
-    monkeypatch.setattr(triton_gate, "_passes_trial", lambda device: True)
-    yield of
-    forget()
-
-
-def forget():
-    """What is known of a device."""
-    triton_gate._runs_on.cache_clear()
-    devices._casts_in_hardware.cache_clear()
+    monkeypatch.setattr(triton_gate, "is_eager", lambda tensor: True)
+    monkeypatch.setattr(triton_gate, "has_triton", lambda: True)
+    return of
 
 
 def test_gpus_from_ampere_on(gpu):
@@ -64,11 +62,12 @@ def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
 
 def test_the_device_is_changed_only_for_another_one(monkeypatch):
     """The guard takes as long as a tenth of a launch."""
+    tensor = OnGPU()
+    monkeypatch.setattr(torch.cuda, "current_device", tensor.get_device)
+    assert devices.on_device_of(tensor) is devices.on_device_of(torch.randn(1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert devices.on_device_of(OnGPU()) is devices.on_device_of(torch.randn(1))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    guard = devices.on_device_of(OnGPU())
-    assert isinstance(guard, torch.cuda.device) and guard.idx == 0
+    guard = devices.on_device_of(tensor)
+    assert isinstance(guard, torch.cuda.device) and guard.idx == tensor.get_device()
 
 
 def test_gpus_of_amd(gpu, monkeypatch):
@@ -77,34 +76,31 @@ def test_gpus_of_amd(gpu, monkeypatch):
 
 
 def test_without_triton_it_is_said_once(monkeypatch, caplog):
-    triton_gate._triton_is_there.cache_clear()
+    triton_gate.has_triton.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING):
-        assert not triton_gate._triton_is_there() and not triton_gate._triton_is_there()
+        assert not triton_gate.has_triton() and not triton_gate.has_triton()
     (record,) = caplog.records
     assert "Triton cannot be imported" in record.message and "pip install triton" in record.message
-    triton_gate._triton_is_there.cache_clear()
+    triton_gate.has_triton.cache_clear()
 
 
 @pytest.mark.parametrize(
     "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
 )
-def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, monkeypatch, caplog):
-    monkeypatch.setattr(devices, "capability", lambda device: (9, 0))
-
-    def obstacle(device):  # a stand-in: the trial itself needs Triton, and a GPU
-        assert device == torch.device("cuda", 1)
+def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, gpu, caplog):
+    def obstacle(device):
+        assert device == tensor.device
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_matrix", types.SimpleNamespace(obstacle=obstacle))
-    monkeypatch.setattr(kernels, "triton_matrix", sys.modules["fp8_backends.kernels.triton_matrix"], raising=False)
+    tensor = gpu((9, 0), obstacle)
     with caplog.at_level(logging.WARNING):
-        assert triton_gate._passes_trial(1) == (found is None)
-    assert [str(found) in record.message and "cuda:1" in record.message for record in caplog.records] == [True] * bool(
-        found
-    )
+        for _ in range(2):
+            assert triton_gate.usable(tensor) == (found is None)
+    said = [record.message for record in caplog.records]
+    assert [str(found) in line and str(tensor.device) in line for line in said] == [True] * bool(found)
 
 
 def test_a_cpu_alone_does_not(monkeypatch):

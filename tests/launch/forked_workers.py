@@ -33,7 +33,7 @@ def prepare(folder: Path, deepspeed: bool) -> None:
     """Load what the first training step loads, without a backward pass, after which no process may be forked."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     accelerate.commands.launch.default_config_file = str(folder / "there is no default")
-    launch._has_device = lambda: True  # as on a machine with GPUs
+    launch.has_device = lambda: True  # as on a machine with GPUs
     import fp8_backends.compute.native.backend
     import fp8_backends.compute.torchao.backend  # noqa: F401, as preparing a model does
 

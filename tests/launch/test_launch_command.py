@@ -34,7 +34,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: False)
     for module in (stock, accelerate.commands.config.config_args):
         monkeypatch.setattr(module, "default_config_file", str(tmp_path / "default_config.yaml"))
-    monkeypatch.setattr(launch, "_has_device", lambda: True)
+    monkeypatch.setattr(launch, "has_device", lambda: True)
     monkeypatch.setattr(launch, "check_machine", lambda recipe: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -159,7 +159,7 @@ def test_ranks_on_the_cpu_by_configuration_file(tmp_path):
 
 
 def test_ranks_on_a_machine_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(launch, "_has_device", lambda: False)
+    monkeypatch.setattr(launch, "has_device", lambda: False)
     assert ours("--num_processes", "2", "train.py").ranks == 2
     assert ours("train.py").agent is None
     deepspeed = ours("--use_deepspeed", "--num_processes", "2", "train.py")
@@ -427,7 +427,7 @@ def test_a_disabled_package_contradicts_the_command(monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--multi_gpu", "--use_fsdp"])
 def test_ranks_that_would_each_train_alone_are_refused(flag, monkeypatch):
-    monkeypatch.setattr(launch, "_has_device", lambda: False)
+    monkeypatch.setattr(launch, "has_device", lambda: False)
     with pytest.raises(FP8BackendError, match=f"{flag}: this machine has no GPU.*--cpu --num_processes"):
         ours(flag, "--num_processes", "2", "train.py")
 

@@ -14,7 +14,6 @@ from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, R
 from fp8_backends.accelerate_plugin import launch
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.recipes.handlers import from_environment
-from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import read_file
 from fp8_backends.tools import config
 from fp8_backends.tools.estimate import Workload, estimate
@@ -150,7 +149,7 @@ def test_a_field_named_as_an_argument_is_an_unknown_field(name, monkeypatch):
         resolve({"backend": "native", name: 1})
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", f'{{"backend": "native", "{name}": 1}}')
     with pytest.raises(RecipeError, match=f"{name} is not a field"):
-        merged([launch._environment()])
+        launch.recipe_fields(launch.parse(["train.py"]), launch.Configuration())
 
 
 def test_two_spellings_of_one_field_are_refused():
@@ -217,8 +216,8 @@ def faulty():
     ],
 )
 def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said, monkeypatch):
-    monkeypatch.setattr(fp8_backends.compute.registry, "_factories", {})
-    monkeypatch.setattr(fp8_backends.compute.registry, "_instances", {})
+    monkeypatch.setattr(fp8_backends.compute.registry, "factories", {})
+    monkeypatch.setattr(fp8_backends.compute.registry, "instances", {})
     fp8_backends.register_backend("odd", factory)
     with pytest.raises(FP8BackendError, match=said):
         resolve("odd")

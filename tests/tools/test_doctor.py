@@ -65,8 +65,8 @@ def test_every_available_backend_is_proven(capsys):
 
 def faulty(monkeypatch, **methods):
     """Register a backend `faulty`: native with a fault."""
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    monkeypatch.setattr(registry, "factories", dict(registry.factories))
+    monkeypatch.setattr(registry, "instances", dict(registry.instances))
     fp8_backends.register_backend("faulty", type("Faulty", (NativeCompute,), {"name": "faulty", **methods}))
 
 
@@ -151,23 +151,31 @@ def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "msamp:O3", "ao:tensorwise"])
-def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monkeypatch):
+def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monkeypatch, capsys):
     monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: False)
     found = self_test.test(backend)
     assert found.proven and found.precision == "fp32", found.reason
     assert found.engine == ("ao" if backend.startswith("ao") else "fp32-exact")
-    lines = " ".join(text for _, text in doctor._tests([vars(found)]))
+    lines = proven_lines([found], monkeypatch, capsys)
     assert "of fp32's" in lines and "bf16" not in lines
 
 
-def test_an_unproven_backend_is_printed_with_its_reason():
+def proven_lines(tests, monkeypatch, capsys) -> str:
+    """What `doctor` prints of these results."""
+    monkeypatch.setattr(self_test, "run", lambda names: tests)
+    assert main(["doctor"]) == 0
+    (paragraph,) = [each for each in capsys.readouterr().out.split("\n\n") if each.startswith("proven ")]
+    return " ".join(paragraph.split())
+
+
+def test_an_unproven_backend_is_printed_with_its_reason(monkeypatch, capsys):
     tests = [
         self_test.SelfTest("native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1),
         self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
     ]
-    lines = list(doctor._tests([vars(test) for test in tests]))
-    assert lines[0] == ("proven", "native:dynamic") and "within 10 % of bf16's" in lines[1][1]
-    assert lines[-1] == ("unproven", "ao:rowwise: layer 0 made no wgrad in FP8")
+    lines = proven_lines(tests, monkeypatch, capsys)
+    assert lines.startswith("proven native:dynamic (") and "within 10 % of bf16's" in lines
+    assert lines.endswith(" unproven ao:rowwise: layer 0 made no wgrad in FP8")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
@@ -242,9 +250,17 @@ def gpus(monkeypatch, *chips):
     monkeypatch.setattr(torch.version, "hip", None)
 
 
-def test_different_gpus_are_listed_and_the_least_decides(monkeypatch, capsys):
+def nvidia_smi(monkeypatch, folder, script) -> None:
+    """Put a program of that name first on the path."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_different_gpus_are_listed_and_the_least_decides(monkeypatch, tmp_path, capsys):
     gpus(monkeypatch, ("H100", (9, 0)), ("H100", (9, 0)), ("A100", (8, 0)))
-    monkeypatch.setattr(doctor, "_driver", lambda: "580.65")
+    nvidia_smi(monkeypatch, tmp_path, "echo 580.65")
     monkeypatch.setattr(registry, "available_backends", dict)
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
@@ -259,8 +275,11 @@ def test_different_gpus_are_listed_and_the_least_decides(monkeypatch, capsys):
 
 def test_rules_refused_by_the_chip_are_not_tested(monkeypatch):
     gpus(monkeypatch, ("H100", (9, 0)))
-    te = {"can_run": True, "scalings": ["delayed", "dynamic", "blockwise", "mxfp8"]}
-    names = doctor._to_test({"te": te, "ao": {"can_run": False, "scalings": ["tensorwise"]}})
+    monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True), "ao": Availability(False)})
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))  # TE can be imported
+    names = []
+    monkeypatch.setattr(self_test, "run", lambda given: names.extend(given) or [])
+    doctor.diagnosis()
     assert names[:2] == ["te:delayed", "te:dynamic"] and "te:mxfp8" not in names and "ao:tensorwise" not in names
     assert names[-4:] == [f"te+msamp:{level}" for level in ("O1", "O2", "O3", "O4")]
 
@@ -269,8 +288,5 @@ def test_rules_refused_by_the_chip_are_not_tested(monkeypatch):
     ("script", "driver"), [("echo 580.65; echo 580.65", "580.65"), ("echo no devices; exit 9", None)]
 )
 def test_the_driver_is_asked_for_its_version(monkeypatch, tmp_path, script, driver):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor._driver() == driver
+    nvidia_smi(monkeypatch, tmp_path, script)
+    assert doctor.diagnosis(tests=False)["hardware"]["driver"] == driver

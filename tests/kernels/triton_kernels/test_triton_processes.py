@@ -4,8 +4,8 @@ compiles them for compute capability 9.0.
 By hand, with Triton in FOLDER:
 
     export TRITON_SITE=FOLDER PYTHONPATH=FOLDER
-    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton/inside
-    python -m pytest tests/kernels/triton/ahead
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_kernels/inside
+    python -m pytest tests/kernels/triton_kernels/ahead
 """
 
 from __future__ import annotations

@@ -104,6 +104,6 @@ def test_block_sizes_that_no_tile_has_are_left_to_pytorch(monkeypatch):
     monkeypatch.setitem(CASES, "odd blocks", ("fp16", "e4m3", "e4m3 24", "fp16"))
     (job,) = jobs("odd blocks", sizes=(100,))
     steps = AdamSteps([job])
-    assert not any(isinstance(part, AdamTable) for part, _ in steps._parts)
+    assert not any(isinstance(part, AdamTable) for part, _ in steps.parts)
     steps.run()
     assert torch.isfinite(job.weight.data).all() and job.exp_avg.data.float().any()
