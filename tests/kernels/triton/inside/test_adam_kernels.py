@@ -18,14 +18,13 @@ KINDS += ["O4 embedding"]
 
 @pytest.fixture(autouse=True)
 def states_are_made_without_kernels(monkeypatch):
-    for name in ("quantize", "quantize_pair"):
+    def slot(values, kind):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(triton_gate.VARIABLE, "0")
+            return make(values, kind)
 
-        def plainly(*args, make=getattr(cases, name), **options):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(triton_gate.VARIABLE, "0")
-                return make(*args, **options)
-
-        monkeypatch.setattr(cases, name, plainly)
+    make = cases.slot
+    monkeypatch.setattr(cases, "slot", slot)
 
 
 @pytest.mark.parametrize(
