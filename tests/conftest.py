@@ -20,6 +20,9 @@ hypothesis.settings.load_profile("busy machine")
 _server = pytest.StashKey()
 
 
+gc.disable()  # until all tests are collected
+
+
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # one for all workers
         config.stash[_server] = warm_process.start()
@@ -28,6 +31,11 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if server := config.stash.get(_server, None):
         warm_process.end(server)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ its folder with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -25,6 +26,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 LOADED = (
@@ -38,12 +40,15 @@ LOADED = (
     "accelerate",
     "datasets",
     "deepspeed",
+    "pytest",
     "transformers",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
 )
 """Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP. Accelerate loads
 `datasets` with a process's first data loader, and `deepspeed` when it first looks into what wraps a model."""
+
+HERE = Path(__file__).parent
 
 
 def serve(path: str) -> dict:
@@ -65,12 +70,20 @@ def serve(path: str) -> dict:
                 with _silent():  # `torchao`, which `transformers` loads, reports on kernels for GPUs
                     for name in LOADED:
                         importlib.import_module(name)
+                _share_code(HERE.parent / "fp8_backends")
                 gc.collect()
                 gc.freeze()  # what is loaded stays shared
                 frozen = True
             with connection:
                 if os.fork() == 0:
                     return _fork_and_report(connection) | {"path": own_path}
+
+
+def _share_code(package: Path) -> None:
+    """Compile the package once. Where Python may not write bytecode, each process would."""
+    code = {str(file): compile(file.read_bytes(), file, "exec", dont_inherit=True) for file in package.rglob("*.py")}
+    load = SourceFileLoader.get_code
+    SourceFileLoader.get_code = lambda loader, name: code.get(loader.path) or load(loader, name)
 
 
 @contextlib.contextmanager
@@ -153,6 +166,26 @@ def run(request: dict) -> None:
         exec(compile(Path(kind).read_text(encoding="utf-8"), kind, "exec"), main.__dict__)
 
 
+def run_and_exit(request: dict) -> None:
+    """End as the interpreter does, but leave the memory to the system: to free each object takes half a second."""
+    status = 0
+    try:
+        run(request)
+    except SystemExit as exit:
+        if exit.code is not None and not isinstance(exit.code, int):
+            print(exit.code, file=sys.stderr)
+        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
     del sys.path[0]  # this folder is on the path of those alone that ask for it
-    run(serve(sys.argv[1]))
+    run_and_exit(serve(sys.argv[1]))

@@ -22,6 +22,7 @@ def row(run: str) -> Feature:
     return next(feature for feature in FEATURES if feature.run == run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("feature", IN_PROCESS, ids=lambda feature: feature.run)
 def test_feature(feature: Feature, backend: str, tmp_path):
@@ -58,7 +59,7 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [nightly(1), 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
     """The wizard's file as it is trains with `ao`; with another backend written into it, it means that one."""
     choices = {"Which type of machine are you using?": processes - 1, "Do you wish to use mixed precision?": 3}

@@ -121,6 +121,7 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O2"), (20, "O4")])
 def test_a_loss_scaler_skips_a_step_that_is_not_finite(level, at):
     acc = accelerator(level, "fp16")

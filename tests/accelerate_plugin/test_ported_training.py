@@ -111,6 +111,7 @@ def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend,
     assert pair.scheduler.scheduler.last_epoch == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_batches", [False, True])
 def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_batches):
     """`training_check` of test_script.py: three epochs, shuffled by a seedable sampler."""

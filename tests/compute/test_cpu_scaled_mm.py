@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from widths import nightly
 
 from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
@@ -65,12 +66,12 @@ def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ao_trains_by_it_and_its_products_are_proven(calls, compiled):
+@pytest.mark.parametrize("compiler", [None, "aot_eager", nightly("inductor")])
+def test_ao_trains_by_it_and_its_products_are_proven(calls, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "ao:tensorwise")
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model, backend=compiler) if compiler else model
     for _ in range(3):  # the proof of compiled code profiles the second step
         run(torch.randn(32, 64)).square().mean().backward()
         optimizer.step()

@@ -129,6 +129,7 @@ def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
     assert compiled[3][1] == compiled[3][-1], "compiled again in a later step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -142,6 +143,7 @@ def test_copies_train_on_their_own(scaling, stored, copied):
     assert_same_states(found[2], expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, stored):
@@ -159,6 +161,7 @@ def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, store
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("stored", STORAGES)

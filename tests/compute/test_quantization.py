@@ -203,6 +203,7 @@ def test_a_transpose_is_a_view_where_nothing_has_nan():
     assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [
     lambda x: quantization.quantize(x, E4M3).codes,
     *(lambda x, blocks=blocks: quantization.quantize_blocks(x, blocks, E4M3).transposed for blocks in BLOCKS),

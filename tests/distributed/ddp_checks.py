@@ -65,18 +65,18 @@ def no_sync(model):
 
 
 def check_ranks_stay_equal_and_learn_what_one_rank_learns():
-    """50 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
+    """30 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
     scales follow from the rows that a rank has, which is all that `dynamic` with its FP32 gradients shows, and a
     gradient that travels is rounded twice (0.037) in place of once (0.026). So no backend may show more than twice
     what `dynamic` does, and none a gap that does not average out."""
     figures = {}
     for name, spec in BACKENDS.items():
-        ddp, optimizer = wrapped(spec, mlp())
-        model, its_optimizer = alone(spec, mlp())
+        ddp, optimizer = wrapped(spec, mlp(), lr=1e-2)
+        model, its_optimizer = alone(spec, mlp(), lr=1e-2)
         gaps, first = [], None
-        for index in range(50):
+        for index in range(30):
             loss = step(ddp, optimizer, index)
-            if index % 7 == 0:  # the last one as well: ranks that came apart stay apart
+            if index % 6 == 0:  # the last one as well: ranks that came apart stay apart
                 assert_equal_on_all_ranks(ddp, optimizer)
             other = mse(model, batch(index))
             other.backward()

@@ -29,11 +29,11 @@ class Net(nn.Module):
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
-    def __init__(self, rows: int = 65) -> None:
+    def __init__(self, rows: int = 65, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, WIDTH)
         nn.init.normal_(self.embedding.weight, std=0.1)
-        self.blocks = nn.ModuleList(Block(rows) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(rows) for _ in range(blocks))
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
         """A unit of its own: all its parameters are FP8."""
         self.frozen = nn.Linear(WIDTH, WIDTH)

@@ -41,7 +41,7 @@ class Engine(NamedTuple):
     """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
     native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
     in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
-    `deepspeed_checks.py` has TorchAO under ZeRO-1 and native under ZeRO-3."""
+    `deepspeed_checks.py` has native under ZeRO-3."""
     run: tuple[str, ...] | None = None
     """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""
     splits_rows: bool = True
@@ -69,7 +69,7 @@ ENGINES = {
     ),
     "DDP": Engine(("native:delayed", "ao:tensorwise", "msamp:O3", "te:delayed+msamp:O2")),
     "FSDP2": Engine(("native:delayed", "ao:tensorwise", "msamp:O4", "te:delayed")),
-    "ZeRO-1": Engine(("native:dynamic",)),
+    "ZeRO-1": Engine(("native:dynamic", "ao:tensorwise")),
     "ZeRO-2": Engine(("native:delayed", "ao:tensorwise")),
     "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
     "ring": Engine(run=_KINDS, splits_rows=False),

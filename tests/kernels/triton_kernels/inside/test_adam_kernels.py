@@ -8,12 +8,23 @@ import torch
 from adam_cases import CASES, OPTIONS, check, hyper_of, jobs, slot, with_record
 from widths import nightly, nightly_but
 
-from fp8_backends.kernels import triton_adam
+from fp8_backends.kernels import triton_adam, triton_gate
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot
 from fp8_backends.kernels.adam_table import AdamTable
 
 KINDS = ["O1", "O2", "O2 blocks", "all blocks", "embedding", "bf16", "other formats", "O4", "O4 blocks of 32"]
 KINDS += ["O4 embedding"]
+
+
+@pytest.fixture(autouse=True)
+def states_are_made_without_kernels(monkeypatch):
+    def slot(values, kind):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(triton_gate.VARIABLE, "0")
+            return make(values, kind)
+
+    make = cases.slot
+    monkeypatch.setattr(cases, "slot", slot)
 
 
 @pytest.mark.parametrize(
