@@ -1,4 +1,4 @@
-"""What the code for a GPU may cost at most. A change that costs more shows here; one that costs less may lower them."""
+"""Bound the cost of the code for a GPU. A change above a bound fails here; a cheaper one may lower it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """Of a decoder layer of Llama 8B at 8192 tokens, compiled, forward and backward; and of one eager Linear."""
+    """Bound a compiled decoder layer of Llama 8B at 8192 tokens, forward and backward, and one eager Linear."""
 
     kernels: int
     """That Inductor makes of the layer."""
@@ -37,7 +37,7 @@ OPTIMIZER = {"bytes": 11.0, "instructions": 106.0}
 
 
 def within(result: dict, budget: Budget) -> list[str]:
-    """What a result of `predict.py` has too much of, as sentences."""
+    """Return the excess of a `predict.py` result as sentences."""
     found = {
         "kernels": result["layer"]["kernels"],
         "megabytes": result["layer"]["bytes"] / 1e6,

@@ -1,5 +1,5 @@
-"""Two compiled Linears, the second with one output, as a GPU of some capability would get them: kernels that Triton
-compiles for it, and those that it does not. Prints JSON.
+"""Compile two Linears, the second with one output, for a GPU of a given capability: list the kernels with and without
+Triton code. Prints JSON.
 
     small_layers.py BACKEND CAPABILITY
 """

@@ -1,4 +1,4 @@
-"""benchmarks/comm.py: what it counts, and the trace that it writes. No timing is asserted here."""
+"""Check the counts and the trace of benchmarks/comm.py, and no timing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_bytes_and_a_trace_of_two_ranks(tmp_path):
 
 
 def test_what_the_trace_s_share_means():
-    """Collectives from 0 to 4 and 3 to 6, backward from 2 to 5 and 5 to 5.5: beside each other from 2 to 5.5."""
+    """Use collectives from 0 to 4 and 3 to 6, backward from 2 to 5 and 5 to 5.5: they overlap from 2 to 5.5."""
     import importlib.util
     import sys
 

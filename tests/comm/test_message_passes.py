@@ -1,4 +1,4 @@
-"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/kernels/triton."""
+"""Compare one pass over memory, in chunks on a CPU, with the bits of the reference. Triton: tests/kernels/triton."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_code_is_decoded():
 
 
 def test_no_temporary_grows_with_the_bucket(monkeypatch):
-    """What is as long as a bucket is made once, as a message or a result; everything else fits into chunks."""
+    """Allocate the length of a bucket once, for a message or a result; everything else fits into chunks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     monkeypatch.setattr(messages, "CHUNK", 16 * BLOCK)

@@ -1,4 +1,4 @@
-"""Derivatives that FP8 products do not have are refused by name, and never zero in silence."""
+"""Refuse unsupported derivatives by name; never return silent zeros."""
 
 from __future__ import annotations
 

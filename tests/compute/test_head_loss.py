@@ -22,7 +22,7 @@ IGNORED = -100
 
 
 def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
-    """(a head, hidden states that require a gradient, labels with some ignored)"""
+    """Return a head, hidden states with gradient, and labels with some ignored."""
     generator = torch.Generator().manual_seed(seed)
     head = nn.Linear(hidden, vocabulary, bias=with_bias)
     for parameter in head.parameters():
@@ -76,7 +76,7 @@ PROBLEMS = {
 def test_high_precision_is_within_the_rounding_of_its_products(
     seed, tokens, hidden, vocabulary, with_bias, dtype, takes_mean, label_smoothing, elementwise, factor
 ):
-    """`factor` stands for a loss scaler's."""
+    """`factor` stands for a loss scale."""
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
     labels[0] = 0  # at least one counts
     options = CrossEntropy(IGNORED, takes_mean, label_smoothing)

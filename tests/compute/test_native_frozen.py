@@ -1,4 +1,4 @@
-"""`fp8_params` of the native compute: weights that do not train, frozen as E4M3 codes in the model's own Parameters."""
+"""Freeze weights as E4M3 codes in the model's own Parameters: `fp8_params` of the native compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_frozen(weight: torch.Tensor) -> bool:
 
 
 class Adapted(nn.Module):
-    """A frozen base behind a layer that trains."""
+    """Put a trainable layer in front of a frozen base."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def rounded() -> Adapted:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_products_are_those_of_the_rounded_values(scaling):
-    """Losses are near those of plain weights with the same values; these are cast by other scales, so some codes differ
-    by half a step of E4M3 (1/16 at most)."""
+    """Losses are close to plain weights with the same values: other scales cast these, so some codes differ by half a
+    step of E4M3 (1/16 at most)."""
     model, optimizer = prepared(scaling=scaling, fp8_params=True)
     assert all(map(is_frozen, weights(model)))
     found = losses(model, optimizer)
@@ -185,7 +185,7 @@ def test_moves_and_casts_leave_it_in_fp8():
 
 
 def test_sharded_weights_are_refused(tmp_path):
-    """Before or after they were frozen."""
+    """Shard before and after freezing."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""The one function behind every FP8 product: numbers, layouts, and what a GPU would accept."""
+"""Test the one function behind every FP8 product: numbers, layouts, and a GPU's rules."""
 
 import pytest
 import reference
@@ -103,7 +103,7 @@ def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
-    """To half a unit of the dtype."""
+    """Match to half a unit of the dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
     exact = a.double() @ b.double().t()

@@ -1,5 +1,5 @@
-"""FP8 layers whose weight is a ScaledTensor: FP16 (levels O1, O2) is cast from its exact values, E4M3 (O3) is used as
-it is. Everything that a layer with a plain weight does, it does."""
+"""Test FP8 layers with a ScaledTensor weight: FP16 (levels O1, O2) is cast from its exact values, E4M3 (O3) is used
+directly. Such a layer does everything a layer with a plain weight does."""
 
 import contextlib
 import copy
@@ -100,7 +100,7 @@ def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, ex
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
-    """To the bit as a plain FP32 weight: bf16 weights lose nothing before the cast."""
+    """Match a plain FP32 weight bitwise: bf16 weights lose nothing before the cast."""
     scaled, plain = pair(scaling, torch.float16, dtype=dtype)
     for seed in range(2):
         x = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -263,7 +263,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling,stored", [("window", "E4M3"), nightly("delayed", "FP16")])
 def test_inductor_makes_the_same_codes(scaling, stored):
-    """To the bit for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
+    """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
     results.)"""
     torch._dynamo.reset()
     scaled, _ = pair(scaling, STORED[stored])

@@ -1,4 +1,4 @@
-"""The `ao` compute against hand-written TorchAO, and where TorchAO alone fails."""
+"""Compare the `ao` compute with hand-written TorchAO, and cover the cases in which plain TorchAO fails."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_an_emulating_config_trains_and_says_so():
 
 @pytest.mark.nightly
 def test_loading_torchao_prints_nothing():
-    """Also where transformers imports it; and nothing else is dropped."""
+    """Include the import by transformers; drop no other output."""
     script = (
         "import fp8_backends, logging\n"
         "from transformers import Trainer\n"

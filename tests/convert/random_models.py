@@ -56,7 +56,7 @@ class Mirrored(nn.Module):
 
 
 class Around(nn.Module):
-    """A module left alone by conversion, inside a function of (module, input)."""
+    """Wrap a module skipped by conversion in a function of (module, input)."""
 
     def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

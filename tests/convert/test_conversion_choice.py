@@ -120,7 +120,7 @@ class OwnLinear(nn.Linear):
 
 
 def double():
-    """An FP64 layer, out of reach of autocast."""
+    """Return an FP64 layer, out of reach of autocast."""
     linear = nn.Linear(32, 32, dtype=torch.float64)
     linear.register_forward_pre_hook(lambda module, args: (args[0].double(),))
     return linear

@@ -222,7 +222,7 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.slow), "O4"])
 def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
-    """After accumulation, saving, loading, moves, copies, plain weights and restoring."""
+    """Accumulate, save, load, move, copy, read plain weights and restore before the comparison."""
 
     def trained(model, optimizer, steps):
         losses = []
@@ -320,7 +320,7 @@ def test_lora_on_experts_is_left_alone():
 
 
 class Loose(nn.Module):
-    """Experts that multiply by themselves."""
+    """Multiply without the experts interface."""
 
     def __init__(self):
         super().__init__()

@@ -35,7 +35,7 @@ IDS = torch.randint(128, (2, LENGTH), generator=torch.Generator().manual_seed(0)
 
 
 def prepared(family: str = "llama", value: str = "fp8", backend: str = "native:dynamic", config=(), **fields):
-    """A tiny model in training mode, whose activations are large enough to be packed."""
+    """Return a tiny model in training mode, with activations large enough to pack."""
     model = model_families.build(family, **{**SIZES[family], **dict(config)})
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, **fields)
     fp8_backends.prepare(model, None, recipe)
@@ -86,7 +86,7 @@ def rows(seed: int = 0) -> torch.Tensor:
 
 
 class Computes(nn.Module):
-    """A part of a model that computes a test's function."""
+    """Compute a test's function as part of a model."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def computes(function) -> nn.Sequential:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 def test_the_gradient_of_each_layer_is_within_a_sixteenth_of_the_exact_one(family, value):
-    """All but the last layer run in FP32, so that nothing but what was packed changes them."""
+    """Run all but the last layer in FP32, so only packing changes gradients."""
     head = {"bert": "cls.predictions.transform.dense"}.get(family, "lm_head")
     exact, packed = (gradients(prepared(family, each, include=[head])) for each in ("off", value))
     for layer in ("0.", "1."):
@@ -143,7 +143,7 @@ def long_llama(value: str, backend: str | None):
 
 
 def kept_bytes(value: str = "off", backend: str | None = None) -> int:
-    """Bytes that lie between forward and backward under bf16 autocast, as the allocator counts them. Left out are the
+    """Return the bytes alive between forward and backward under bf16 autocast, as counted by the allocator, without
     copies of weights: autocast's in bf16, or their codes."""
     model, ids = long_llama(value, backend)
     with torch.autocast("cpu", torch.bfloat16):
@@ -179,7 +179,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
 def test_the_result_of_an_activation_is_computed_from_the_codes_of_what_it_read(activation):
-    """It takes no memory, and backward multiplies by the function of what the codes stand for."""
+    """The result takes no memory: backward recomputes the function from the decoded input."""
 
     class Gates(nn.Module):
         def __init__(self) -> None:
@@ -258,7 +258,7 @@ def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(famil
 
 
 def test_a_graph_that_nobody_runs_backward_through_is_freed():
-    """A result that is kept as it is knows its node, which holds what is kept."""
+    """A kept result references its node, and the node its saved tensors."""
     results = []
 
     def notes(x: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
     "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
 )
 def test_compiled_code_is_left_alone(what, backend, tensors):
-    """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""
+    """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among equal blocks."""
     found, graphs = {}, {}
     for value in ("off", "fp8"):
         torch._dynamo.reset()
