@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of transformers, and what stands for them: a Linear for each expert.
+"""Build tiny mixtures of experts of transformers, and twins with a Linear per expert.
 
     model = build("gpt_oss")            # as `model_families.build`
     experts = make_experts("mixtral")   # one module of experts alone
@@ -89,8 +89,8 @@ def routed(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32, exper
 
 
 class Twin(nn.Module):
-    """The experts as Linears, each of which gets its own tokens as a batch. Of stored weights these have the values
-    that products read."""
+    """Run the experts as Linears, each on its own tokens as a batch. They have the values of stored weights as products
+    read them."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

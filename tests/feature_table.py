@@ -1,6 +1,6 @@
-"""Accelerate's other features with FP8: which work, and which are refused. `accelerate_features.rst` shows them.
+"""List Accelerate's other features as working or refused with FP8. `accelerate_features.rst` shows them.
 
-Each row has a run in `feature_runs.py`, or a command that `accelerate_plugin/test_accelerate_features.py` starts.
+Each row has a run in `feature_runs.py`, or a command in `accelerate_plugin/test_accelerate_features.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def at(backends: tuple[str, ...], words: str) -> Mapping[str, str]:
 
 
 class Feature(NamedTuple):
-    """A row."""
+    """Describe a row."""
 
     name: str
     run: str
@@ -32,7 +32,7 @@ class Feature(NamedTuple):
     """The same on several processes only."""
 
     def refusal(self, backend: str, processes: int) -> str | None:
-        """What the error must say; None where the feature works."""
+        """Return the expected error; None for a working feature."""
         several = self.refused_on_several if processes > 1 else NOBODY
         return self.refused.get(backend, several.get(backend))
 

@@ -1,4 +1,4 @@
-"""Hold a training step that runs on the CPU to a GPU's rules for FP8 products."""
+"""Hold a training step on the CPU to a GPU's rules for FP8 products."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,12 +14,12 @@ SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._
 
 
 class GPURules(TorchDispatchMode):
-    """Repeats every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
+    """Repeat every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
 
-    Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
-    on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. What the fake kernel does
-    not check, E5M2 by E5M2 and a rowwise output that is not bf16, is asserted here. A CPU has no product with block
-    scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
+    Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run on
+    fake CUDA tensors in a CPU build, so the step is real and its products are replayed. Two rules that the fake kernel
+    skips, on E5M2 by E5M2 and on rowwise outputs other than bf16, are asserted here. A CPU has no product with block
+    scales: its result is computed here, from operands and scales in a GPU's layout.
     """
 
     def __init__(self, monkeypatch):
@@ -49,7 +49,7 @@ class GPURules(TorchDispatchMode):
 
 
 class Calls(TorchDispatchMode):
-    """Collects the operators that run."""
+    """Collect the running operators."""
 
     def __enter__(self):
         self.seen = []
@@ -61,7 +61,7 @@ class Calls(TorchDispatchMode):
 
 
 class Context:
-    """The context of an autograd function; autograd itself has no fake CUDA tensors without a driver."""
+    """Stand for the context of an autograd function; autograd has no fake CUDA tensors without a driver."""
 
     needs_input_grad = (True, True, True)
 

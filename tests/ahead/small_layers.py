@@ -1,5 +1,5 @@
-"""Compile two Linears, the second with one output, for a GPU of a given capability: list the kernels with and without
-Triton code. Prints JSON.
+"""Compile two Linears, the second with one output, for a GPU of a given capability: list the kernels compiled by
+Triton, and the failures. Prints JSON.
 
     small_layers.py BACKEND CAPABILITY
 """

@@ -65,10 +65,10 @@ def no_sync(model):
 
 
 def check_ranks_stay_equal_and_learn_what_one_rank_learns():
-    """50 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
-    scales follow from the rows that a rank has, which is all that `dynamic` with its FP32 gradients shows, and a
-    gradient that travels is rounded twice (0.037) in place of once (0.026). So no backend may show more than twice
-    what `dynamic` does, and none a gap that does not average out."""
+    """50 steps with the same data on one rank and on all halve the loss. Gaps come from FP8 rounding: scales follow
+    from a rank's own rows, which is the only cause for `dynamic` with its FP32 gradients, and reduced gradients are
+    rounded twice (0.037) instead of once (0.026). So no backend may exceed twice the gap of `dynamic`, and no gap may
+    fail to average out."""
     figures = {}
     for name, spec in BACKENDS.items():
         ddp, optimizer = wrapped(spec, mlp())
@@ -114,7 +114,7 @@ def check_microbatches_are_summed_in_fp32_and_travel_once():
 
 
 def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
-    """`sync_each_batch` of Accelerate: what was averaged before is averaged again, which changes nothing."""
+    """Test `sync_each_batch` of Accelerate: averaging averaged gradients again changes nothing."""
 
     def passes(model, index):
         for k in range(3):
@@ -131,7 +131,7 @@ def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
 
 
 class Branches(nn.Module):
-    """`everywhere` and `once` are used by all, `somewhere` by rank 0, `nowhere` by none; `frozen` does not train."""
+    """Use `everywhere` and `once` on all ranks, `somewhere` on rank 0, `nowhere` on none; `frozen` does not train."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ def check_outputs_in_containers_of_all_kinds():
 
 
 def check_a_loss_that_no_output_of_forward_carries():
-    """The model keeps it: the first gradient tells that the backward pass has begun."""
+    """Keep the loss in the model: the first gradient signals the start of backward."""
 
     class Keeps(nn.Module):
         def __init__(self):
@@ -316,7 +316,7 @@ def check_a_second_gradient_after_the_first_has_left_is_named():
 
 
 def check_a_backward_that_fails_leaves_no_trace():
-    """Before the first gradient, so that stock DDP goes on too; later it takes no further forward."""
+    """Fail before the first gradient, so stock DDP continues, too; after a later failure it accepts no forward."""
     ddp, optimizer = wrapped("msamp:O2", mlp())
     other, its_optimizer = wrapped("msamp:O2", mlp())
 
@@ -339,8 +339,7 @@ def check_a_backward_that_fails_leaves_no_trace():
 
 
 def check_forwards_without_a_step_leave_the_gradients_alone():
-    """The proof of `ao` profiles inside DDP's own range: profilers that follow one another there would overwrite
-    activations."""
+    """Profile the proof of `ao` inside DDP's own range: consecutive profilers there would overwrite activations."""
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128))))
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, "ao:tensorwise")
@@ -408,8 +407,8 @@ def check_a_clip_finds_the_same_norm_on_every_rank():
 
 
 def check_uneven_inputs():
-    """Rank r has 2 + 2r batches. A rank that has none left contributes zeros, and ends with what the last one has:
-    weights, states and scales, so that an epoch with even inputs can follow."""
+    """Rank r has 2 + 2r batches. An exhausted rank contributes zeros and ends with the last rank's weights, states and
+    scales, so an epoch with even inputs can follow."""
     unsharded = {"backend": "msamp:O3", "shard_states": False}
     stock_optimizer = {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}
     for spec in ("msamp:O2", unsharded, stock_optimizer):

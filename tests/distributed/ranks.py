@@ -1,12 +1,11 @@
-"""Checks that run on several ranks: one launch for a whole file of them, since starting ranks is what costs time.
+"""Run checks on several ranks: one launch per file, since starting ranks takes most of the time.
 
 A file of checks has functions `check_…()`, run in the order of the file on every rank inside one gloo process group,
-and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test beside it calls
-`report(subtests, run("file.py", ranks=2))`: each check is a subtest, and a check that fails on any rank fails.
+and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test calls `report(subtests, run("file.py",
+ranks=2))`: each check is a subtest, and a failure on any rank fails it.
 
-The ranks are real processes with torchrun's environment. `main` forks them once the file and all that it imports are
-loaded, which takes half of the time that torchrun needs. `python -m torch.distributed.run --nproc_per_node 2 file.py`
-does the same checks.
+The ranks are real processes with torchrun's environment. `main` forks them after loading the file and its imports, in
+half of torchrun's time. `python -m torch.distributed.run --nproc_per_node 2 file.py` runs the same checks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ REPOSITORY = HERE.parent.parent
 
 
 def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str) -> dict[str, dict]:
-    """Run the checks of a file in this folder (those named, or all). Name -> {"errors": {rank: text}, "figures": …}."""
+    """Run the named checks of a file in this folder, or all. Name -> {"errors": {rank: text}, "figures": …}."""
     import warm_process  # tests/ is not on the path of ranks that torchrun starts
 
     results = warm_process.run(
@@ -69,7 +68,7 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
 
 
 def report(subtests, outcome: dict[str, dict]) -> None:
-    """One subtest for each check."""
+    """Report one subtest per check."""
     for name, result in outcome.items():
         with subtests.test(name):
             errors = [f"rank {rank}: {text}" for rank, text in result["errors"].items()]
@@ -77,7 +76,7 @@ def report(subtests, outcome: dict[str, dict]) -> None:
 
 
 def main(namespace: dict) -> None:
-    """Run the checks of a file on every rank, those named on the command line or all."""
+    """Run the checks of a file on every rank: the names on the command line, or all."""
     if "RANK" in os.environ:  # torchrun has started this rank
         _run_checks(namespace)
     else:
@@ -94,7 +93,7 @@ def shared_folder() -> str:
 
 
 class Said(logging.Handler):
-    """What the package says inside a `with`."""
+    """Record the package's messages inside a `with`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -190,6 +189,6 @@ def _run_checks(namespace: dict) -> None:
 
 
 def _say(result: dict) -> None:
-    """One line for `run`, in one piece: ranks share their standard output."""
+    """Print one line for `run`, in one piece: ranks share their standard output."""
     sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
     sys.stdout.flush()

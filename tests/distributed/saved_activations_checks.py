@@ -1,4 +1,4 @@
-"""Activations that are kept in FP8, on real ranks."""
+"""Save activations in FP8 on real ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Sequential):
-    """A part whose own parts gather their weights when they begin."""
+    """Gather the weights of submodules when they begin."""
 
 
 def losses(wrap, value: str, backend: str) -> tuple[list[float], nn.Module]:
@@ -67,7 +67,7 @@ def check_ddp_and_fsdp2_train_as_without():
 
 
 def check_a_gathered_weight_is_not_kept():
-    """What FSDP2 has gathered for the forward of a block is freed when it has ended."""
+    """FSDP2 frees weights gathered for the forward of a block at its end."""
     _, model = losses(sharded, "fp8", "native:dynamic")
     y = model(torch.randn(64, WIDTH))
     gathered = [p for block in model[0] for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params]

@@ -1,4 +1,4 @@
-"""A rank that is lost in the middle of a step: the others fail in bounded time, and the last checkpoint resumes."""
+"""Lose a rank in the middle of a step: the others fail in bounded time, and the last checkpoint resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import HERE, REPOSITORY
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What happened, per scenario, and the folder of all runs."""
+    """Return the outcome per scenario, and the folder of all runs."""
     folder = tmp_path_factory.mktemp("faults")
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", str(len(SCENARIOS))]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.2"]

@@ -1,4 +1,4 @@
-"""FSDP2: every compute and level, sharded over ranks; by `fully_shard` alone, and through Accelerate."""
+"""Shard every compute and level over ranks with FSDP2, by plain `fully_shard` and through Accelerate."""
 
 from __future__ import annotations
 

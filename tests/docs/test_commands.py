@@ -126,8 +126,8 @@ def test_the_launchers_yaml_is_read(folder):
 
 
 def test_the_files_for_other_programs_go_together(folder):
-    """These programs do not install with this package (`neighbours.rst` has the reasons); the guide shows files tested
-    by hand."""
+    """These programs do not install together with this package (`neighbours.rst` has the reasons); the guide shows
+    manually tested files."""
     info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
     factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
     assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]

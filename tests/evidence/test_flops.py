@@ -102,7 +102,7 @@ def test_bilinear_counts_with_both_of_its_inputs():
 
 
 class Rows(nn.Module):
-    """Layers with different numbers of rows, one used twice, and one without use of its result."""
+    """Give layers different numbers of rows, use one twice, and ignore the result of one."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Rows(nn.Module):
 
 
 class Spare(nn.Module):
-    """A layer without a call, and one with a weight multiplied by another function."""
+    """Leave one layer uncalled, and multiply by another's weight in a function."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_each_layer_counts_with_its_rows(spec):
 
 
 class Frozen(nn.Module):
-    """A tower without gradients, before layers that train."""
+    """Put a tower without gradients before trainable layers."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def test_layers_with_several_weights_count_them_all():
 
 
 class Recurrent(nn.Module):
-    """A classifier of sequences by the last hidden state, or by all states of packed sequences."""
+    """Classify sequences by the last hidden state, or by all states of packed sequences."""
 
     def __init__(self, packed):
         super().__init__()
@@ -245,7 +245,7 @@ def test_a_layer_without_a_size_counts_when_it_has_one():
 
 
 def test_forwards_without_training_do_not_count():
-    """Text is generated between the microbatches, and a forward raises."""
+    """Generate text between the microbatches, and raise in a forward."""
     model, optimizer = prepared(Rows(), {"backend": "native", "exclude": ["one"]})
     x = torch.randn(4, 8, 16, requires_grad=True)
     failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -272,7 +272,7 @@ def test_a_traced_forward_does_not_count():
 
 
 def test_a_replica_of_data_parallel_is_not_measured():
-    """PyTorch makes one for each GPU and forward, with the model's dictionaries of hooks."""
+    """PyTorch makes one per GPU and forward, with the model's dictionaries of hooks."""
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
     replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
     replica(torch.randn(8, 16)).sum().backward()

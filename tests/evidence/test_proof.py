@@ -28,7 +28,7 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 
 
 class Net(nn.Module):
-    """Two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
+    """Stack two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
 
     def __init__(self, used=True, checkpointed=None):
         super().__init__()
@@ -227,7 +227,8 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
 
 @pytest.mark.slow
 def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capfd):
-    """Dynamo compiles a function eight times and no more: with a hook of its own in each layer, the ninth ran eager."""
+    """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth would run
+    eagerly."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)])

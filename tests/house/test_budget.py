@@ -1,4 +1,5 @@
-"""Budget of the package: lines and files. Raising a number here is a visible change, and a commit says why."""
+"""Hold the package to its budget of lines and files. Raising a number here is a visible change with a reason in its
+commit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is required is used, what is used is declared, bounds and pinned versions agree, and licences permit.
+"""Compare declared requirements with imports, and bounds with pinned versions; require permissive licences.
 
-Licences are those of the packages that are installed with the tests, each with all that it pulls in.
+Licences cover the packages installed with the tests and all their dependencies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OF_NVIDIA = ("nvidia-", "cuda-")
 
 
 def declared() -> dict[str, list[Requirement]]:
-    """By extra; those that are always required under ""."""
+    """Return requirements by extra; the unconditional ones under ""."""
     configuration = configparser.ConfigParser()
     configuration.read(HERE.parent / "setup.cfg", encoding="utf-8")
     texts = {"": configuration["options"]["install_requires"], **configuration["options.extras_require"]}
@@ -66,7 +66,7 @@ def every_requirement() -> dict[str, Requirement]:
 
 @cache
 def third_party_imports() -> dict[str, set[str]]:
-    """Modules of others by the files that import them, anywhere in a file."""
+    """Return third-party modules with the importing files, imports inside functions included."""
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -84,7 +84,7 @@ def module_of(distribution: str) -> str:
 
 @cache
 def installed() -> dict[str, importlib.metadata.Distribution]:
-    """All that is declared and installed, with all that it requires."""
+    """Return all declared and installed packages with their dependencies."""
     found, left = {}, list(every_requirement().values())
     while left:
         requirement = left.pop()
@@ -104,8 +104,7 @@ def installed() -> dict[str, importlib.metadata.Distribution]:
 
 
 def licences(metadata: Message) -> set[str]:
-    """The licences that a package names, by their SPDX names where these are known: by its expression, else by its
-    classifiers, else by its field."""
+    """Return a package's licences, by SPDX name if known: from its expression, else its classifiers, else its field."""
     name = canonicalize_name(metadata["Name"])
     if expression := READ.get(name) or metadata.get("License-Expression"):
         return set(re.split(r" AND | OR | WITH |[() ]+", expression)) - {""}

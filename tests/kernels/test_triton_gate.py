@@ -1,5 +1,5 @@
-"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. The folder
-`triton_kernels` has the rest."""
+"""Select tensors for Triton's kernels, as far as a process without Triton and a GPU can tell. The folder `triton` has
+the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8_backends.kernels import triton_gate
 
 
 class OnGPU:
-    """What the gate asks of a tensor."""
+    """Stand for a tensor in the gate's checks."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -41,7 +41,7 @@ def gpu(monkeypatch):
 
 
 def forget():
-    """What is known of a device."""
+    """Clear the cached facts of devices."""
     triton_gate._runs_on.cache_clear()
     triton_gate._casts_in_hardware.cache_clear()
 
@@ -53,7 +53,7 @@ def test_gpus_from_ampere_on(gpu):
 
 
 def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
-    """It is read once for a device: every launch asks."""
+    """Read the variable once per device, since every launch checks."""
     for value, usable in (("0", False), ("", True)):
         tensor = gpu((9, 0))
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The kernels of messages as machine code: whole vectors of 16 bytes, nothing spilled."""
+"""Check the machine code of message kernels: whole vectors of 16 bytes, nothing spilled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ OF_VALUES = {"HAS_FP8_CASTS": True, "TILE": triton_messages.TILE}
 
 
 def is_wide(code) -> None:
-    """Values, codes and what stays here move in vectors of 16 bytes; exponents, one for 128 values, in bytes."""
+    """Tell if values, codes and local data move in vectors of 16 bytes; exponents, one for 128 values, move in
+    bytes."""
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
     assert code.widths("st") <= {128, 32, 8}  # 32: the scales
     assert code.stack == 0 and code.registers <= 128

@@ -9,21 +9,21 @@ from triton.runtime import interpreter
 
 @pytest.fixture(autouse=True)
 def triton_interprets(no_fp8_in_environment, monkeypatch):
-    """After the fixture that empties the environment: tensors of the CPU go to the kernels."""
+    """Send CPU tensors to the kernels, after the fixture that empties the environment."""
     monkeypatch.setenv("FP8_BACKENDS_TRITON", "interpret")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def numpy_computes_with_inf_and_nan_as_a_gpu_does():
-    """Without a word: the interpreter is NumPy, which warns."""
+    """Silence NumPy, the interpreter's engine, which warns about inf and NaN."""
     with numpy.errstate(all="ignore"):
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def the_language_is_patched_once():
-    """Else the interpreter looks through all of Triton's language and puts NumPy's operations in their places at every
-    launch and at every call of a function inside of a kernel, which takes half of its time."""
+    """Patch Triton's language once: the interpreter replaces all its operations by NumPy's at every launch and every
+    call inside a kernel, half of its time."""
     patch_lang, patched = interpreter._patch_lang, {}
 
     def patch_once(function):

@@ -61,7 +61,7 @@ def test_the_logits_give_their_memory_unless_they_have_gaps():
 
 @pytest.mark.parametrize("planted", [-torch.inf, torch.nan, torch.inf])
 def test_what_is_not_finite(planted):
-    """Of a word that cannot follow nothing is seen; NaN and inf show in the loss."""
+    """An impossible word (-inf) leaves no trace; NaN and inf reach the loss."""
     logits, labels = problem(3, 64, torch.float32)
     labels[:] = 5
     logits[0, 7], logits[1, 0] = planted, planted
