@@ -138,7 +138,7 @@ def check_buckets_that_overlap_equal_buckets_one_by_one():
 
 
 def check_zeros_behind_long_rows_change_nothing():
-    """Padding rounds a message up to a multiple of 16 bytes. Sharded owners have none."""
+    """Padding rounds long rows up to a multiple of 16 bytes, unless ranks own fixed parts."""
     mine = of_rank("heavy-tailed", 5000, dist.get_rank())
     rows = torch.stack([mine + rank for rank in range(dist.get_world_size())])
     averaged, of_rows, plain, long = mine.clone(), reduce_scatter(rows), all_reduce(mine), two_shot.LONG

@@ -102,7 +102,7 @@ def patches(source: str) -> set[str]:
 
 
 def values_of(function: ast.FunctionDef) -> Iterator[ast.Name]:
-    """Tell if a function reads its own arguments here."""
+    """Yield a function's reads of its own arguments."""
     arguments = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
     return (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in arguments)
 

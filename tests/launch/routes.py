@@ -1,8 +1,8 @@
-"""Every launch route with a backend of each kind, and every backend string on one of them, for `test_routes.py`.
+"""Launch each kind of backend on every route, and every backend string on one of them, for `test_routes.py`.
 
     python routes.py FOLDER [ROUTE …]
 
-Prints one line of JSON for each route and backend: what each rank wrote.
+Prints one line of JSON for each route and backend: the files of all ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def notebook(backend: str, output: str, folder: Path) -> Started:
 
 
 def torchrun_worker(backend: str, output: str, folder: Path) -> Started:
-    """One rank, which is a process group all the same; `test_launch_for_real.py` starts two."""
+    """Start one rank in a process group; `test_launch_for_real.py` starts two."""
     ranks = ("--nproc_per_node", "1", "--master_port", free_port())
     with environment(**by_hand(backend)), Intercepted() as intercepted:
         torchrun.main([*ranks, "-m", "fp8_backends.accelerate_plugin.worker", SCRIPT, output])

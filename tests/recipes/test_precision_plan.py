@@ -1,4 +1,4 @@
-"""The chart row that each recipe promises."""
+"""Compare each recipe with its row of the chart."""
 
 from __future__ import annotations
 

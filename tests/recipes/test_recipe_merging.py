@@ -1,4 +1,4 @@
-"""What code, flags, a YAML file and the environment say together, as recipe fields."""
+"""Merge code, flags, a YAML file and the environment into recipe fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend strings, recipe objects, and where else a recipe may come from."""
+"""Test backend strings, recipe objects, and other sources of a recipe."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_auto_says_in_one_line_what_it_chose_on_a_gpu(recorded, name, monkeypatc
 
 
 def test_auto_carries_the_fields_to_the_compute_that_takes_them(monkeypatch):
-    """Where no native training is on record, too, fields that only native reads mean native."""
+    """Fields read only by native select native, even for chips without a recorded native training."""
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
@@ -425,7 +425,7 @@ def test_ao_takes_a_config_and_names_its_scaling():
 
 
 def stock_te(cls=accelerate.utils.TERecipeKwargs, **fields):
-    """Accelerate's handler as it is after `__init__`, which raises where TransformerEngine is not installed."""
+    """Return Accelerate's handler after `__init__`, which raises without TransformerEngine."""
     handler = object.__new__(cls)
     filled = {
         "use_autocast_during_eval": False,
@@ -464,7 +464,7 @@ def test_accelerates_msamp_handler_means_the_same():
 
 
 def test_accelerates_deprecated_fp8_handler_means_the_same():
-    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 where stock leaves None."""
+    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 in place of stock's None."""
     stock = accelerate.utils.FP8RecipeKwargs
     assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
     assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "msamp:O1"

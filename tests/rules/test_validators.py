@@ -1,4 +1,4 @@
-"""Each rule fires where it should, and only there."""
+"""Fire each rule for its setup, and only there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MI350 = Machine(chips.MI350, torch=(2, 13))
 
 
 class Large(nn.Sequential):
-    """4.3 billion parameters that take no memory."""
+    """Hold 4.3 billion parameters without memory."""
 
     def __init__(self, layers=16):
         super().__init__(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers)))
@@ -73,7 +73,7 @@ def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions():
 
 def test_wrapper_is_seen_through_the_model():
     class FSDPModule(nn.Linear):
-        """The name of the class that `fully_shard` mixes in."""
+        """Carry the name of the class mixed in by `fully_shard`."""
 
     assert "all_gather_without_fsdp2" not in rules(GATHERED, FSDPModule(8, 8))
     assert "ao_without_compile" not in rules("ao", torch.compile(nn.Linear(8, 8)))

@@ -53,7 +53,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_rounded(found: torch.Tensor, values: torch.Tensor, level: str) -> None:
-    """Assert that values are rounded as a level stores them."""
+    """Assert values rounded as a level stores them."""
     bits, least = ERRORS[level]
     error = (found.double() - values.double()).abs()
     assert (error <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())).all()

@@ -31,8 +31,8 @@ def assert_averages(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
-    """`inside`: made inside `plain_weights`, with plain weights. A plain twin takes the exact values of every step
-    (the masters at O3)."""
+    """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step (the masters at
+    O3)."""
     model, optimizer = prepared(backend)
     rule = get_ema_multi_avg_fn(0.999)
     if inside:

@@ -199,7 +199,7 @@ def test_uses_of_a_dropped_gradient_are_refused(stepped):
 
 
 def test_a_gradient_cleared_before_the_step_is_refused():
-    """Without gradient release the parameter would be left out of the step."""
+    """Without gradient release the step would skip the parameter."""
     for clear in (lambda model: setattr(model[0].weight, "grad", None), nn.Module.zero_grad):
         model, optimizer = prepared("O2", gradient_release=True)
         loss_of(model, 0).backward()

@@ -15,7 +15,7 @@ from fp8_backends.tensors.block_codes import BlockCodes
 
 
 def made(rows: int = 200, columns: int = 300, dtype: torch.dtype = torch.float32) -> BlockCodes:
-    """Return random codes with scales that are not powers of two."""
+    """Return random codes with scales other than powers of two."""
     generator = torch.Generator().manual_seed(0)
     codes = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) * 1e-3 + 1e-4

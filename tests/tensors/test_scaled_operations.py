@@ -1,4 +1,4 @@
-"""PyTorch's whole operator list over weights in scaled precision, beside plain tensors of the same values.
+"""Run PyTorch's whole operator list over weights in scaled precision and plain tensors of the same values.
 
 Each operation in place, each with `out=`, and each view, through each way to a weight's values, stores the plain
 result or is refused by our error.
@@ -187,7 +187,7 @@ def write_out(apply, see, target):
 
 @pytest.mark.slow
 def test_a_view_is_written_through_or_refused():
-    """Includes every operation with a view as its result, or an output that shares memory."""
+    """Include every operation that returns a view, or an output sharing memory."""
     walk = Walk()
     for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
         for number, sample in enumerate(samples_of(operation, 2)):
@@ -222,7 +222,7 @@ FOREACH = [name for name in dir(torch) if name.startswith("_foreach_") and name.
 
 @pytest.mark.parametrize("name", FOREACH)
 def test_a_list_of_tensors_is_changed_one_by_one(name):
-    """Weights, bf16 ones among them, beside plain parameters."""
+    """Mix weights, bf16 ones included, with plain parameters."""
     function = getattr(torch, name)
     torch.default_generator.manual_seed(0)
     x = [torch.rand(4, 4) + 0.5 for _ in range(3)]

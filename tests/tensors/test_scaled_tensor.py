@@ -65,7 +65,7 @@ FORMS = {
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, bad):
-    """A given amax, such as agreed on by ranks, takes the plain operations."""
+    """Plain operations handle a given amax, such as one synchronized over ranks."""
     x = values(rows, 64).mul_(torch.logspace(-4, 0, 64)).to(dtype)
     if bad is not None:
         x[2, 7] = bad
@@ -82,7 +82,7 @@ def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, b
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.3, -0.7, 0.0, float("inf")])
 def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
-    """After microbatches, a loss scale and a clip."""
+    """Include microbatches, a loss scale and a clip."""
     total = quantize(values(rows, 64), E4M3)
     total.accumulates = True
     total.add_(values(*total.shape, seed=1)).mul_(torch.tensor(factor))
@@ -352,7 +352,7 @@ def test_values_leave_as_those_of_a_tensor_do(level):
 
 
 def test_a_parameter_made_anew_is_one():
-    """Accelerate moves parameters so: `type(parameter)(values, requires_grad=...)`."""
+    """Accelerate moves parameters by `type(parameter)(values, requires_grad=...)`."""
     weight = weights("O2", values(8, 8))
     assert ScaledTensor(weight.to("cpu", copy=True), requires_grad=False)._data.dtype == FP16
     plain = ScaledTensor(values(8, 8), requires_grad=True)
@@ -380,7 +380,7 @@ def test_a_residual_is_a_part_of_its_weight():
 
 
 def test_a_weight_takes_exact_values_of_any_other_form():
-    """Copies between models at other levels, such as by `load_state_dict`."""
+    """Copy between models at other levels, as `load_state_dict` does."""
     x = values(16, 16, spread=0.02)
     for source in LEVELS:
         for target in LEVELS:
@@ -591,7 +591,8 @@ def test_a_module_moves_and_changes_dtype_with_its_weight_scaled(level):
 
 
 def test_asked_for_a_dtype_a_state_becomes_plain():
-    """Stock `Optimizer.load_state_dict` casts states so: a low-precision state loads into plain training by value."""
+    """Stock `Optimizer.load_state_dict` casts states like this: a low-precision state loads into plain training by
+    value."""
     state = quantize(values(8, 8), E4M3)
     assert state.to(torch.float32) is state and type(state.to(torch.bfloat16)) is torch.Tensor
     state.is_state = True

@@ -95,7 +95,7 @@ def values(seed, rows, columns, spread, dtype=torch.float32):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_counts_are_those_of_numpy(seed, shape, spread, exponent, fmt, dtype):
-    """Scales that fit, clip or flush, and powers of two with exact ties."""
+    """Include fitting, clipping and flushing scales, and powers of two with exact ties."""
     x = values(seed, *shape, spread, dtype)
     amax = tensor_amax(x)
     for scale in (scale_from_amax(amax, fmt), torch.tensor(2.0**exponent)):

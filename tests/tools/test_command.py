@@ -42,7 +42,7 @@ def test_python_dash_m_refuses_an_unknown_command():
 
 @pytest.mark.nightly
 def test_messages_of_torchao_at_its_import_are_hidden():
-    """In a new interpreter, since a library prints them once. The only line is the command's own."""
+    """Use a new interpreter, since a library prints them once. The only line is the command's own."""
     ask = """if True:
         import sys
         from fp8_backends.tools.main import main

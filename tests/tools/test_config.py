@@ -1,4 +1,4 @@
-"""Test `fp8-backends config`: the meaning of files, and that Accelerate accepts the written ones."""
+"""Test `fp8-backends config`: the meaning of files, and files accepted by Accelerate."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def asked(tmp_path):
 
 
 def exported(path, *flags):
-    """Return the environment of the stock launcher for that file."""
+    """Return the environment of the stock launcher for a file."""
     args = stock.launch_command_parser().parse_args(["--config_file", str(path), *flags, "script.py"])
     args, defaults, from_file = stock._validate_launch_command(args)
     if args.use_deepspeed:

@@ -1,7 +1,7 @@
 """Compare estimates with live trainings.
 
 Bounds, as promised to users: static bytes 3 %, peaks 10 %. Measured ratios are within 0.3 % here, and at 4 % for the
-peak of TorchAO, whose kernels allocate for themselves.
+peak of TorchAO with its kernels' own allocations.
 """
 
 import functools
@@ -249,7 +249,7 @@ def test_largest_model_and_batch_fit_and_one_more_does_not():
 
 @pytest.mark.nightly
 def test_ranks_hold_their_share():
-    """Of an element of a scaled weight O3 shards 5 of 7 bytes under DDP and O4 3 of 5; FSDP2 shards everything."""
+    """O3 shards 5 of 7 bytes per scaled weight element under DDP, and O4 3 of 5; FSDP2 shards everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O3", "msamp:O4"], ["none", "ddp", "fsdp2"])
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))

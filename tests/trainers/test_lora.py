@@ -1,4 +1,4 @@
-"""PEFT's LoRA in Trainer: a frozen base in FP8, adapters in high precision that train."""
+"""Train PEFT's LoRA in Trainer: a frozen base in FP8, adapters in high precision."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
 
 
 def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
-    """Of rank 16; those of rank 8 are padded, and say so."""
+    """Use rank 16; adapters of rank 8 are padded, with a notice."""
     launched("native", include="*q_proj*")
     for rank, note in ((16, None), (8, "padded")):
         model = with_lora(rank=rank)

@@ -1,4 +1,5 @@
-"""The guard: it names each fault at its step, acts as the recipe says, and stays silent in ordinary training."""
+"""Test the guard: it names each fault at its step, follows the recipe's action, and stays silent in ordinary
+training."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def batch():
 
 
 class Training:
-    """A net that trains under an Accelerator with a guard."""
+    """Train a net under an Accelerator with a guard."""
 
     def __init__(self, backend="native:delayed", guard="skip", folder=None, model=None, **fields):
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard=guard, **fields)

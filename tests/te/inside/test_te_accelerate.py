@@ -86,7 +86,7 @@ def test_what_is_saved_is_plain(tmp_path):
 
 @pytest.mark.parametrize("scaling", ["delayed", nightly("dynamic")])
 def test_a_compiled_model_runs_in_fp8_and_proves_it(scaling, caplog):
-    """TransformerEngine's layer is left out of the graphs; what lies between is compiled."""
+    """Graphs exclude TransformerEngine's layers; the code in between is compiled."""
     graphs = []
 
     def backend(graph, inputs):

@@ -1,4 +1,4 @@
-"""`fp8_params`: frozen weights that TransformerEngine stores in FP8, over the stand-in for its kernels."""
+"""Store frozen weights as TransformerEngine's FP8 tensors (`fp8_params`), over the stand-in for its kernels."""
 
 from __future__ import annotations
 

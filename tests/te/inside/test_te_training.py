@@ -142,9 +142,8 @@ def test_recomputation_changes_no_loss_and_no_scale(spec):
 
 @pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
 def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recompute, of_gradients, monkeypatch):
-    """Each costs an all-reduce over the ranks. Under reentrant recomputation the gradients' are reduced by the first
-    layer that is not recomputed, as TransformerEngine does it, and for the recomputed ones when the backward has ended.
-    """
+    """Each reduction costs an all-reduce. Under reentrant recomputation the first layer without recomputation reduces
+    the gradients' scales, as in TransformerEngine, and the end of backward the recomputed ones'."""
     manager, calls = te.quantization.FP8GlobalStateManager, []
     reduce = manager.reduce_and_update_fp8_tensors
     monkeypatch.setattr(
@@ -209,7 +208,7 @@ def test_a_model_trains_by_its_own_recipe_beside_another():
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
 def test_any_number_of_rows_is_padded_and_cut_off(spec, rows):
-    """Rows of zeros change no scale, so each row is as it would be among sixteen."""
+    """Rows of zeros change no scale, so each row matches a batch of sixteen."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)
     other = copy.deepcopy(layer)
@@ -301,7 +300,7 @@ def test_a_model_in_training_inside_the_forward_of_another_keeps_its_own_recipe(
 
 @pytest.mark.parametrize("then", ["itself", "another model", "evaluation, and itself"])
 def test_a_forward_that_was_interrupted_leaves_fp8(then):
-    """No hook runs after a KeyboardInterrupt. What it left open is left before the next forward of any model."""
+    """No hook runs after a KeyboardInterrupt. The next forward of any model cleans up."""
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:1])
 

@@ -123,7 +123,7 @@ def module() -> ModuleType:
 
 
 def _as_kernel(function):
-    """Kernels know of neither autocast, which would round FP32 operands of a product to bf16, nor autograd."""
+    """Disable autocast, which would round FP32 operands of a product to bf16, and autograd, as in kernels."""
 
     @functools.wraps(function)
     def kernel(*args, **kwargs):
