@@ -1,13 +1,14 @@
-"""Does training on several ranks end where bf16's ends (FP32's on a CPU without bf16 products), under DDP and FSDP2?
+"""Compare final losses of training on several ranks with bf16's (FP32's on a CPU without bf16 products), under DDP and
+FSDP2.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
-A backend may have fields behind it, as in "native:rowwise enable_fsdp_float8_all_gather=True".
+A backend may carry fields, as in "native:rowwise enable_fsdp_float8_all_gather=True".
 
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
 its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
-training under the same engine with a 95 % interval, the bytes that one rank stores for an element of a converted
-weight, and those that a rank sends in one whole step, beside what plain training in FP32 sends under DDP.
+training under the same engine with a 95 % interval, the bytes stored by a rank per element of a converted weight, and
+the bytes sent by a rank in one whole step, relative to plain FP32 training under DDP.
 """
 
 from __future__ import annotations

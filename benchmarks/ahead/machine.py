@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: what PyTorch, Inductor and Triton ask of a device, answered on a machine without one.
+"""Answer the device queries of PyTorch, Inductor and Triton for a Hopper GPU on a machine without one.
 
-It wants PyTorch's build for CUDA, which brings Triton and its compilers; no driver. `pretend` changes the process that
-calls it, so each question about a GPU has a process of its own.
+This needs PyTorch's build for CUDA, which brings Triton and its compilers, and no driver. `pretend` changes its
+process, so each question about a GPU runs in a separate one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._guards import active_fake_mode
 
 
 class Chip(NamedTuple):
-    """What the prediction knows about a chip. Rates are of one second."""
+    """Describe a chip for the prediction. Rates are per second."""
 
     name: str
     gib: int
@@ -38,14 +38,14 @@ class Chip(NamedTuple):
 
     @property
     def target(self):
-        """What Triton compiles for."""
+        """Return Triton's compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
 
     @property
     def properties(self) -> types.SimpleNamespace:
-        """What `torch.cuda.get_device_properties` tells of it."""
+        """Return the result of `torch.cuda.get_device_properties`."""
         return types.SimpleNamespace(
             name=self.name,
             major=self.capability[0],
@@ -71,7 +71,7 @@ CHIPS = {
 
 
 def pretend(chip: Chip) -> None:
-    """Let this process believe that its device 0 is this chip. Nothing can be computed there: tensors are fake."""
+    """Present this chip as device 0 of this process. Nothing can be computed there: tensors are fake."""
     if torch.version.cuda is None:
         raise SystemExit("this wants PyTorch's build for CUDA: run it by the Python of an environment that has it")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for a chip that is not there belongs into nobody's cache
@@ -93,7 +93,7 @@ def pretend(chip: Chip) -> None:
 
 @functools.cache
 def folder() -> str:
-    """For compiled code; gone when the process ends."""
+    """Return a folder for compiled code, removed at exit."""
     made = tempfile.mkdtemp(prefix="ahead")
     pid = os.getpid()
 

@@ -19,14 +19,14 @@ SMALL = 32_000_000
 
 
 def of_kernel(bytes_: float, work: Work, chip: Chip) -> float:
-    """What takes longest: memory, the issue of instructions, or one of the units that not all lanes have."""
+    """Return the longest time: of memory, of instruction issue, or of a unit missing in some lanes."""
     cycles = chip.multiprocessors * chip.clock * ISSUED
     lanes = (LANES, LANES / 2, LANES / 8)
     return max(bytes_ / (OF_A_COPY * chip.copy), *(n / (cycles * lane) for n, lane in zip(work, lanes, strict=True)))
 
 
 def of_bytes(bytes_: float, chip: Chip) -> float:
-    """Of a kernel whose instructions are not known."""
+    """Time a kernel without known instructions."""
     return of_kernel(bytes_, NOTHING, chip) + BETWEEN_KERNELS
 
 
@@ -37,7 +37,7 @@ def of_generated(kernel: Kernel, chip: Chip, machine_code: bool = True) -> float
 
 
 def best(kernel: Kernel, chip: Chip) -> tuple[float, Analysis]:
-    """Seconds in the quickest configuration. Further ones are looked at where instructions take longer than memory."""
+    """Return the seconds of the fastest configuration. Try further ones if instructions take longer than memory."""
     of = kernel.name, kernel.source
     found = of_inductor(*of)
     seconds = of_kernel(kernel.bytes, found.work, chip)

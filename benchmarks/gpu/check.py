@@ -1,4 +1,4 @@
-"""Is FP8 on this GPU right? Every product kind and a training step of each backend against the CPU's numbers.
+"""Compare FP8 on this GPU with the CPU's numbers: every kind of product, and a training step of each backend.
 
 Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks without a GPU.
 """

@@ -1,7 +1,7 @@
-"""What can this chip do at most: matrix products in bf16 and in FP8, and a copy in its memory?
+"""Measure this chip's limits: matrix products in bf16 and in FP8, and a copy in its memory.
 
-What the other measurements of the same run are held against. Products are PyTorch's own, of random values, square and
-of the shapes of Llama's layers; the copy's bytes are those read plus those written. The highest rate counts.
+They are the baseline of the other measurements in the same run. Products are PyTorch's own, of random values, square
+and of the shapes of Llama's layers; the copy's bytes are those read plus those written. The highest rate counts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What must hold of a recipe that bad or good input has made, told without the package's own parsers: every field that
-was given is seen in it, and it is equal again by whatever way it comes back."""
+"""Check recipes from good or bad input without the package's own parsers: every given field is in the recipe, and every
+way back preserves it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _ONE_RULE = {"dynamic", "tensorwise", "current"}
 
 
 class Ignored(AssertionError):
-    """Something that was accepted and means nothing, or another thing after a round trip."""
+    """Signal accepted input without meaning, or with another meaning after a round trip."""
 
 
 def meanings(value: Any) -> list:
-    """What a value that was given may mean."""
+    """Return possible meanings of a given value."""
     value = getattr(value, "name", value)
     if isinstance(value, str):
         word = value.strip().lower()
@@ -63,7 +63,7 @@ def _spelled(value: Any) -> Any:
 
 
 def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
-    """Whether the recipe has the value that was given for a field."""
+    """Tell if the recipe has the value given for a field."""
     if name == "backend":
         return _is_named(value, recipe)
     if name == "scaling":
@@ -96,7 +96,7 @@ def check_seen(recipe: Recipe, given: dict[str, Any]) -> None:
 
 
 def check_round_trips(recipe: Recipe) -> None:
-    """The recipe is equal after everything that carries it elsewhere."""
+    """Check that the recipe survives every carrier."""
     again = {
         "to_kwargs": lambda: type(recipe)(**recipe.to_kwargs()),
         "copy": lambda: copy.deepcopy(recipe),
@@ -126,7 +126,7 @@ def check_round_trips(recipe: Recipe) -> None:
 
 
 def means(recipe: Recipe) -> tuple:
-    """What a recipe is equal by; `pad_inner_dim`, whose default None pads as True does, as a flag."""
+    """Return a recipe's identity; `pad_inner_dim` as a flag, since its default None pads like True."""
     return recipe.name, {**recipe.described, "pad_inner_dim": recipe.pad_inner_dim is not False}
 
 

@@ -1,8 +1,8 @@
-"""What does `monitor_every` cost? Steps of a small Llama without a monitor, between two samples, and sampled.
+"""Measure the cost of `monitor_every`: steps of a small Llama without a monitor, between two samples, and sampled.
 
 A model without a monitor and one with it take their steps in turn, in random order, paired by round; each round ends
 with a sampled step. That may take up to two further steps' time: then sampling every 100th step costs at most 2 %.
-Exits with 1 where it costs more.
+Exits with 1 above that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def small_llama(hidden: int, layers: int):
 
 
 def training_step(model, backend: str, every: int, file: Path, batch: torch.Tensor, compiled: bool):
-    """A function that takes one step of a copy of the model."""
+    """Return a function that steps a copy of the model."""
     import fp8_backends
     from fp8_backends.compute import hardware
 
@@ -86,7 +86,7 @@ def measure(model, backend: str, compiled: bool, batch: torch.Tensor, rounds: in
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Seconds of one call: on a CPU those of this process, whatever else runs there."""
+    """Return the seconds of one call: on a CPU the process time, independent of other load."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     synchronize()
     start = clock()

@@ -3,13 +3,13 @@
 Both sides get the same tensors. TransformerEngine's side is real Python from its wheel: recipe states, quantizers, the
 global buffers of FP8GlobalStateManager, and the update at the exit of `te.autocast`. That update has two forms:
 
-- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel (`standin/delayed.py`), so these
-tests prove `native` equal to the transcription; only a GPU can prove the transcription equal to the kernel. - unfused
-(NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It matches the kernel as long as every
-step records an amax above zero and no scale over- or underflows. Otherwise it differs: after a step without amax it
-rolls a zero in, and the kernel keeps history and scale. Besides, its division `fp8_max / amax` is torch's
-`amax.reciprocal() * fp8_max`: rounded twice; the kernel rounds once. Scales are then equal bitwise for power-of-two
-amaxes, and within 2**-23 of each other for all.
+- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel (`standin/delayed.py`), so
+  these tests prove `native` equal to the transcription; only a GPU can prove the transcription equal to the kernel.
+- unfused (NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It matches the kernel as long
+  as every step records an amax above zero and no scale over- or underflows. Otherwise it differs: after a step without
+  amax it rolls a zero in, and the kernel keeps history and scale. Besides, its division `fp8_max / amax` is torch's
+  `amax.reciprocal() * fp8_max`: rounded twice; the kernel rounds once. Scales are then equal bitwise for power-of-two
+  amaxes, and within 2**-23 of each other for all.
 """
 
 from __future__ import annotations

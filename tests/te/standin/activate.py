@@ -6,11 +6,12 @@ that module. After `activate()`, `import transformer_engine.pytorch` works in th
 them `te.Linear`, `te.autocast`, `FP8GlobalStateManager`, the recipe states and the quantizers, run forward and backward
 on CPU tensors, with kernels that are short functions in PyTorch.
 
-What is real: all of TransformerEngine's Python, with "cuda" read as "cpu" (`reading`). What stands in: the compiled
-kernels. Casts, amaxes, scales and the delayed update follow the kernels' source to the bit (`casts`, `blocks`,
-`delayed`). Products multiply exact codes and accumulate in FP32, in the CPU's order (`products`); a GPU's tensor cores
-accumulate in another order and, in fprop of the per-tensor recipes, in fewer bits. Norms compute in FP32 (`norms`).
-Missing functions raise NotImplementedError with their name.
+Real: all of TransformerEngine's Python, with "cuda" read as "cpu" (`reading`).
+
+Emulated: the compiled kernels. Casts, amaxes, scales and the delayed update follow the kernels' source to the bit
+(`casts`, `blocks`, `delayed`). Products multiply exact codes and accumulate in FP32, in the CPU's order (`products`); a
+GPU's tensor cores accumulate in another order and, in fprop of the per-tensor recipes, in fewer bits. Norms compute in
+FP32 (`norms`). Missing functions raise NotImplementedError with their name.
 
 Run it directly, with the packages of `tests/te/requirements.txt` in some folder:
 

@@ -40,8 +40,9 @@ def generic_gemm(
 ) -> list:
     """Return [D, gradient of the bias, input of the GELU, extra output]; the last two are always None here.
 
-    Raises: RuntimeError: refusals of cuBLAS or the compiled module: sizes, or a missing transpose. NotImplementedError:
-    GELU, overlap with communication.
+    Raises:
+        RuntimeError: cuBLAS or the compiled module refuse: sizes, or a missing transpose.
+        NotImplementedError: GELU, overlap with communication.
     """
     if gelu or comm_overlap is not None or extra_output is not None:
         raise NotImplementedError("generic_gemm: the stand-in does not emulate GELU or overlapped communication")
