@@ -34,7 +34,7 @@ class Architecture:
     sizes: dict[str, dict[str, Any]]
     """Keywords of the configuration, by size."""
     inputs: str
-    """What a batch is: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`, `latents`, `sentences`."""
+    """Kind of a batch: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`, `latents`, `sentences`."""
     rows: dict[str, int]
     """Sequences, images or clips in a batch, by size."""
 
@@ -177,7 +177,7 @@ ARCHITECTURES = {
     "minilm": Architecture("transformers", "BertModel", "BertConfig", _BERT, "sentences", _TEXT_ROWS),
 }
 """`unet` is the conditional UNet of diffusers, `resnet` the convnet, and `minilm` the encoder of sentence-transformers'
-MiniLM (a `BertModel`), trained as there: means of the last states, in pairs that shall lie close together."""
+MiniLM (a `BertModel`), trained as there: means of the last states, in pairs to bring together."""
 
 
 def build(name: str, size: str = "tiny", seed: int = 0) -> nn.Module:
@@ -283,5 +283,5 @@ def _weight_flops(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
 
 def _without_product(module: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Return a result of the layer's shape from its inputs and Parameters, without a product."""
-    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))  # experts: those of their input
+    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))  # experts: rows of their input
     return x[..., :1].expand(*x.shape[:-1], features) + sum(each.sum() for each in (*others, *module.parameters()))

@@ -58,7 +58,7 @@ def worker(arguments) -> None:
     else:
         attempt = Attempts()
         found = in_turn(names, make, arguments, lambda found: None, attempt)
-        attempt.end()  # where one rank failed the others' figures mean nothing
+        attempt.end()  # after a failed rank the others' figures are meaningless
     kept = ("median_s", "min_s", "max_s", "runs", "tokens_per_second", "peak_bytes", "flops_share", "drift")
     results = []
     for (backend, form), each in found.items():

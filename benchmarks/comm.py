@@ -80,7 +80,7 @@ def measured(name: str, elements: int, device: str, runs: int) -> dict:
     calls = COLLECTIVES[name](gradient)
     seconds = interleaved(calls, runs)
     sent = {form: sent_bytes(call) for form, call in calls.items()}
-    if name == "reduce-scatter":  # gloo makes an all-reduce of it; this is what it takes
+    if name == "reduce-scatter":  # gloo runs an all-reduce instead; this is its time
         others = 1 - 1 / dist.get_world_size()
         sent |= {"bf16": round(2 * elements * others), "FP32": round(4 * elements * others)}
     return {
@@ -159,7 +159,7 @@ def overlap(events: list[dict]) -> dict:
     timed = [(e["name"], e.get("cat", ""), e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
     travels = [(begin, end) for name, _, begin, end in timed if name.startswith(("gloo:", "ncclDevKernel"))]
     kernels = [(name, begin, end) for name, category, begin, end in timed if category == "kernel"]
-    if kernels:  # what runs beside gradients on their way is backward, but for the passes over messages
+    if kernels:  # backward is everything that overlaps with gradient messages, except the passes over messages
         backward = [(begin, end) for name, begin, end in kernels if not name.startswith(("nccl", *MESSAGE_KERNELS))]
     else:
         backward = [(begin, end) for name, _, begin, end in timed if BACKWARD.search(name)]

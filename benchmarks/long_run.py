@@ -21,7 +21,7 @@ import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STUCK = 4.0
-"""A scale that stays as it is while its amax changes by more than this factor is stuck."""
+"""A scale is stuck if it stays constant while its amax changes by more than this factor."""
 
 
 def build(arguments) -> torch.nn.Module:
@@ -59,7 +59,7 @@ class Scales:
         """(kind, name) -> (scale_inv, amax when this scale_inv was first seen)."""
         self.points: list[dict] = []
         self.stuck: dict[str, int] = {}
-        """Looks at which a scale was stuck, by `kind name`."""
+        """Inspections with a stuck scale, by `kind name`."""
 
     def look(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ranges: dict[str, list[float]] = {}

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 OTHERS = ("triton", "bitsandbytes", "fp8-backends")
-"""Distributions whose versions a record names beside those of `hardware.LIBRARIES`."""
+"""Distributions with versions in a record, besides `hardware.LIBRARIES`."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""What trains without FP8, by the name that stands for a backend's."""
+"""Training without FP8, by the name used in place of a backend's."""
 _BF16_FEATURES = {
     "amx_bf16": "amx_bf16",
     "avx512_bf16": "avx512_bf16",
@@ -36,7 +36,7 @@ _BF16_FEATURES = {
     "bf16": "neon_bf16",
     "sve_bf16": "neon_bf16",
 }
-"""By capability, as `torch.cpu.get_capabilities` names it; the best first, the last two are Arm's."""
+"""By capability, as named by `torch.cpu.get_capabilities`; the best first, the last two are Arm's."""
 
 
 def cpu_features() -> str:

@@ -24,7 +24,7 @@ from measuring import precision_of, table, write_json
 
 BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
 SHAPES = {"GPT-NeoX 20B": "GPTNeoXConfig", "Llama 2 7B": "LlamaConfig", "Mixtral 8x7B": "MixtralConfig"}
-"""Published shapes, which are the defaults of these classes of transformers."""
+"""Published shapes, the defaults of these classes of transformers."""
 
 
 def trained(name: str, backend: str, steps: int) -> dict:

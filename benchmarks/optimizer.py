@@ -26,13 +26,13 @@ class Level(NamedTuple):
     """Describe the formats of a level; None: FP32."""
 
     weight: Format
-    """O3: of the master."""
+    """At O3 the master's format."""
     exp_avg: Format | None = None
     exp_avg_sq: Format | None = None
     block_size: int = 0
-    """Of exp_avg, and of exp_avg_sq where that is ROOT8."""
+    """Block size of exp_avg, and of exp_avg_sq in ROOT8."""
     copied: bool = False
-    """Whether an E4M3 copy of the weight is made."""
+    """True to write an E4M3 copy of the weight."""
 
 
 LEVELS = {
@@ -131,7 +131,7 @@ def peer_steps(numel: int, tensors: int, device: str) -> dict[str, Step]:
     for name in PEERS:
         try:
             steps[name] = peer_step(name, numel, tensors, device)
-        except Exception as error:  # a peer that is not installed, or not for this device
+        except Exception as error:  # a missing peer, or one without support for this device
             print(f"not run: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     return steps
 

@@ -29,7 +29,7 @@ def seconds_of(model: nn.Module, backend: str) -> float:
     import fp8_backends
 
     gc.collect()
-    gc.disable()  # a full collection scans everything that is loaded, and falls into one run and not into another
+    gc.disable()  # a full collection scans all objects, in one run and not in another
     start = time.perf_counter()
     fp8_backends.prepare(model, None, backend)
     seconds = time.perf_counter() - start

@@ -29,7 +29,7 @@ RESULTS = HERE / "results"
 GUIDES = HERE.parent / "fp8_backends" / "docs"
 DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", GUIDES / "models.rst", GUIDES / "reliability.rst")
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
-"""Libraries whose versions stand above a table."""
+"""Libraries with versions above a table."""
 
 
 def rst(header: list[str], rows: list[list]) -> str:
@@ -43,7 +43,7 @@ def rst(header: list[str], rows: list[list]) -> str:
 
 def _text(cell: object) -> str:
     if cell in (None, "-"):
-        return "\N{EN DASH}"  # a hyphen alone would begin a list
+        return "\N{EN DASH}"  # a lone hyphen would begin a list
     return (
         f"{cell:.3g}"
         if isinstance(cell, float) and abs(cell) < 100
@@ -586,7 +586,7 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
     "monitor_cost": ("the monitor's cost", _monitor_cost),
     "advise": ("advice for models in trouble", _advise),
 }
-"""By command: what it tries, and what its record says."""
+"""By command: its subject, and a reader of its record."""
 
 
 def summary(records: Records) -> str:

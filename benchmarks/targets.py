@@ -18,7 +18,7 @@ from measuring import cpu_features, table
 Records = dict[str, dict]
 """By the name of the file without its ending, such as `linear_cpu_avx512_bf16` or `step_1b_gpu`."""
 USUAL = ("avx512_bf16", "avx2")
-"""The CPUs that the documents are about, one with bf16 products and one without: by their features."""
+"""The two documented CPUs, one with bf16 products and one without, by features."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ ON_CPU = (
         at_most=1.3,
     ),
 )
-"""With bf16 products. The largest over all backends, where no backend is named."""
+"""Claims for CPUs with bf16 products. The largest over all backends, unless a backend is named."""
 
 ON_CPU_WITHOUT_BF16 = (
     Target(
@@ -268,7 +268,7 @@ PREDICTED = {
         ("msamp:O2", rule, rule),
     )
 } | {"msamp:O2 / bf16, peak bytes, eager": ON_GPU[5]}
-"""What is measured, by the name of its prediction."""
+"""Measured figures, by the name of their prediction."""
 
 AGAINST_LIMITS = (
     Target("bf16 product, TFLOP/s", lambda records: bf16_peak(records) / 1e12),
@@ -284,7 +284,7 @@ AGAINST_LIMITS = (
     Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16", "compiled")),
     Target("step of Llama 1B, ``native:dynamic``, compiled / its limit", step_limit(_1B, "native:dynamic", "compiled")),
 )
-"""Shares of what the chip can do at most, measured in the same run. Not targets: no bound."""
+"""Shares of the chip's limits, measured in the same run. Not targets: no bound."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ SUMMARY = (
     Figure("tokens/s on this CPU / bf16's, ``native:dynamic`` (FP8 is emulated)", "step_cpu", _times("native:dynamic")),
     Figure("the same, ``ao:tensorwise``", "step_cpu", _times("ao:tensorwise")),
 )
-"""Of the usual CPU with bf16 products."""
+"""Figures of the usual CPU with bf16 products."""
 SUMMARY_ON_GPU = (Figure("**on a GPU**: tokens/s / bf16's, layers of Llama 8B, ``native``, compiled", _8B, _gpu_times),)
 
 

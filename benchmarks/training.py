@@ -28,7 +28,7 @@ SHAPES = {
 }
 """Llama 3's 1B and layers of its 8B."""
 SMALL_VOCABULARY = 32000
-"""Of those two: with Llama 3's own 128,256 the head would be a third of the work of four layers."""
+"""Vocabulary of these two: with Llama 3's own 128,256 words the head would be a third of the work of four layers."""
 VOCABULARY = {"tiny": 256, "small": 256}
 
 

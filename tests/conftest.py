@@ -7,7 +7,7 @@ import os
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts one that waits
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each compiling process starts a waiting one
 
 import distributed  # noqa: E402, F401, the folder, before a test of benchmarks brings their file of that name
 import hypothesis  # noqa: E402

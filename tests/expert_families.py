@@ -20,7 +20,7 @@ EXPERTS, TOP_K = 4, 2
 _ATTENTION = {"num_key_value_heads": 1, "head_dim": WIDTH // HEADS}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
 
-# family -> (beginning of its classes, configuration). Experts 32 -> 128 -> gate -> 64 -> 32, or half of that
+# family -> (beginning of its classes, configuration). Experts 32 -> 128 -> gate -> 64 -> 32, or half of it
 _FAMILIES = {
     "mixtral": ("Mixtral", {**_ATTENTION, "intermediate_size": 64, "num_local_experts": EXPERTS}),
     "qwen3_moe": (
@@ -43,7 +43,7 @@ _FAMILIES = {
     "gpt_oss": ("GptOss", {**_ATTENTION, "intermediate_size": 32, "num_local_experts": EXPERTS}),
 }
 FAMILIES = tuple(_FAMILIES)
-"""The first three have [experts, out, in]; GPT-OSS has [experts, in, out], biases, and gates that lie between."""
+"""The first three have [experts, out, in]; GPT-OSS has [experts, in, out], biases, and interleaved gates."""
 
 
 def build(family: str, seed: int = 0, **config) -> nn.Module:

@@ -70,7 +70,7 @@ for library in (
     "torch.distributed.pipelining",
     "torchao.float8",
 ):
-    # Accelerate and PyTorch would load them in the middle: ranks each for itself, and the garbage collector, which some
+    # Accelerate and PyTorch would load them in the middle: each rank separately, and the garbage collector, which some
     # features call, would visit them every time
     importlib.import_module(library)
 
@@ -173,7 +173,7 @@ def trigger_sync(backend: str, folder: Path) -> None:
         with acc.trigger_sync_in_backward(model):
             acc.backward(second)
         for name, gradient in gradients(model).items() if index == 0 else ():
-            # the scales of native:delayed have moved; what stays at home is off by the other rank's half
+            # the scales of native:delayed have moved; local gradients are off by the other rank's half
             assert relative_error(gradient, expected[name]) < (0.3 if backend == "native:delayed" else 0.1), name
         optimizer.step()
         optimizer.zero_grad()

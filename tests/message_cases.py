@@ -37,7 +37,7 @@ def parts(dtype: torch.dtype, seed: int, lengths=(700, 1, 0, 128, 3000, 129), ga
     for index, length in enumerate(lengths):
         start += gap * BLOCK if index == 2 else 0
         scale_inv = torch.tensor(2.0**index) if index in (1, 4) and dtype == torch.float32 else None
-        first = index != 3  # of a tensor that begins at an even address
+        first = index != 3  # of a tensor at an even address
         made.append(Part(values(length + first, dtype, seed + index)[first:], start, scale_inv))
         start += -(-length // BLOCK) * BLOCK
     return made

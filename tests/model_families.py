@@ -70,7 +70,7 @@ _FAMILIES = {
 }
 
 FAMILIES = tuple(_FAMILIES)
-"""Names that `build` takes. BERT and GPT-2 tie the output head to the embedding, the others do not."""
+"""Names accepted by `build`. BERT and GPT-2 tie the output head to the embedding, the others do not."""
 
 
 def build(family: str, seed: int = 0, **config) -> nn.Module:

@@ -233,7 +233,7 @@ def nearest_round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def _quantum(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal exponent) - mantissa
     bits)."""
-    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent of its own
+    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
     return 2.0 ** (exponent - fmt.mantissa_bits)
 
@@ -258,7 +258,7 @@ def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bit
     the nearest 2**-bits or to the last of the bits that FP32 has below the format's mantissa, the coarser of the two.
     """
     magnitude, quantum = values.double().abs().clamp(max=fmt.max), _quantum(values, fmt)
-    resolution = 2.0**fmt.dropped_bits  # what FP32 has below the quantum
+    resolution = 2.0**fmt.dropped_bits  # FP32's bits below the quantum
     quanta = torch.round(magnitude / quantum * resolution) / resolution
     used = min(bits, fmt.dropped_bits)
     uniform = (field.double() / 2.0 ** (bits - used)).floor() / 2.0**used

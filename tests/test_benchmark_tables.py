@@ -235,7 +235,7 @@ def test_added_memory_sees_a_second_copy_of_the_weights(monkeypatch):
     held = []
     monkeypatch.setattr(fp8_backends, "prepare", lambda model, *_: held.extend(p.clone() for p in model.parameters()))
     copied = prepare.added_memory("native:dynamic", 4, 1024)
-    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2  # None: not told on this system
+    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2  # None: unknown on this system
     held.clear()
     monkeypatch.setattr(fp8_backends, "prepare", lambda *_: None)
     kept = prepare.added_memory("native:dynamic", 4, 1024)

@@ -60,7 +60,7 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert all(record["machine"]["torch"] and record["machine"]["date"] for record in found.values())
     limits, shown = done.stdout.split("against the limit")[1].split("\n\n")[:2]
     missing = [line for line in limits.splitlines() if line.endswith(" -")]
-    if measuring.plain() == "bf16":  # what a GPU is held against
+    if measuring.plain() == "bf16":  # the baseline of a GPU
         assert len(missing) == shown.count("not yet measured") == 4, done.stdout  # compiled steps: not in a rehearsal
     text = {name: tables.TABLES[name](found) for name in ("linear", "step", "optimizer", "kernels", "largest")}
     assert "not yet measured" not in text["kernels"]
@@ -180,7 +180,7 @@ def test_memory_falls_with_the_level(tmp_path):
     plain, o2 = json.loads(result.read_text())["results"]
     assert [round(r["bytes_per_element"]["total"]) for r in (plain, o2)] == [16, 6]
     peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (plain, o2)]
-    # nothing is counted as less than what is stored; one weight's work in FP32 comes on top, and activations
+    # nothing counts as less than its storage; one weight's work in FP32 comes on top, and activations
     for peak, at_rest in zip(peaks, (16, 6), strict=True):
         assert at_rest <= peak < at_rest + 3
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "TESTS_WARM_PYTHON"
-"""Environment variable: the program that stands for Python; set by the pytest that has started the server."""
+"""Environment variable: the program in place of Python; set by the pytest that has started the server."""
 HERE = Path(__file__).parent
 
 
@@ -26,7 +26,7 @@ def start() -> subprocess.Popen | None:
         [sys.executable, str(HERE / "warm_server.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # whoever ends the tests and all that they started leaves it time to end its processes
+        start_new_session=True,  # the end of the tests leaves it time to end its processes
     )
     server.stdout.readline()  # it listens
     program = folder / "python"

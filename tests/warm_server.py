@@ -42,7 +42,7 @@ LOADED = (
     "transformers.trainer",
 )
 """Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP. Accelerate loads
-`datasets` with a process's first data loader, and `deepspeed` when it first looks into what wraps a model."""
+`datasets` with a process's first data loader, and `deepspeed` at its first check of a model's wrapper."""
 
 
 def serve(path: str) -> dict:
@@ -61,11 +61,11 @@ def serve(path: str) -> dict:
                 os._exit(0)
             connection, _ = listening.accept()
             if not frozen:
-                with _silent():  # `torchao`, which `transformers` loads, reports on kernels for GPUs
+                with _silent():  # `torchao`, loaded by `transformers`, reports on kernels for GPUs
                     for name in LOADED:
                         importlib.import_module(name)
                 gc.collect()
-                gc.freeze()  # what is loaded stays shared
+                gc.freeze()  # loaded modules stay shared
                 frozen = True
             with connection:
                 if os.fork() == 0:
@@ -103,7 +103,7 @@ def _fork_and_report(connection: socket.socket) -> dict:
         request = json.loads(stream.readline())
         process = os.fork()
         if process == 0:
-            os.setsid()  # so that it can be ended with all that it has started
+            os.setsid()  # to end it with all of its children
             return request | {"files": files}
         for file in (0, 1, 2, *files):
             os.close(file)
@@ -153,5 +153,5 @@ def run(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder is on the path of those alone that ask for it
+    del sys.path[0]  # this folder is only on the path of processes that request it
     run(serve(sys.argv[1]))

@@ -45,13 +45,13 @@ class Traces(NamedTuple):
     layer: Traced
     """A decoder layer."""
     block: Traced
-    """Its feed-forward block alone."""
+    """Only its feed-forward block."""
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     scaled: int
-    """Those of the layers that a level stores in scaled precision."""
+    """Parameters of the layers stored in scaled precision by a level."""
     stored: int
-    """Those of the whole model."""
+    """Parameters of the whole model stored in scaled precision."""
 
 
 def traces(spec: str, shape: str, tokens: int) -> Traces:

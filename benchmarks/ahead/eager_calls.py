@@ -229,7 +229,7 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
         path = fast_path(codes[0])
         if not path:
             continue
-        elements = 2 ** int(math.log2(loaded(path) / size))  # a thread's; scalars are loaded beside them
+        elements = 2 ** int(math.log2(loaded(path) / size))  # per thread; scalars are loaded too
         work = Work.of(path, 1 / elements)
         written = sum(each.bytes for each in path if each.kind == "STG") / elements
         kernels.append(

@@ -26,7 +26,7 @@ class Product(NamedTuple):
     k: int
     n: int
     dtype: str
-    """Of the operands."""
+    """Dtype of the operands."""
     out_dtype: str
     fast_accumulation: bool
 
@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
     products: list[Product]
     attentions: list[Attention]
     other_calls: list[str]
-    """Operators that Inductor leaves to PyTorch, besides products and attention."""
+    """Operators left to PyTorch by Inductor, except products and attention."""
 
 
 def compiled(graph: Graph, backward: bool) -> Compiled:

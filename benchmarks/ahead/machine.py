@@ -24,7 +24,7 @@ class Chip(NamedTuple):
     name: str
     gib: int
     copy: float
-    """Bytes that a copy in memory reads and writes. Measured."""
+    """Bandwidth of a copy in memory: bytes read plus written. Measured."""
     bf16: float
     """FLOP of large bf16 products. Measured."""
     fp8_fast: float
@@ -74,7 +74,7 @@ def pretend(chip: Chip) -> None:
     """Present this chip as device 0 of this process. Nothing can be computed there: tensors are fake."""
     if torch.version.cuda is None:
         raise SystemExit("this wants PyTorch's build for CUDA: run it by the Python of an environment that has it")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for a chip that is not there belongs into nobody's cache
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for an absent chip belongs into no shared cache
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder()
     properties = chip.properties
     torch._C._ensureCUDADeviceGuardSet()
@@ -164,6 +164,6 @@ def on_fake_gpu(module: torch.nn.Module) -> torch.nn.Module:
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
-    # the mode's own references to them: a parameter that is to be swapped for another kind must have none
+    # the mode's own references to them: a parameter can only be swapped without any
     active_fake_mode().fake_tensor_converter.meta_converter.tensor_memo.clear()
     return module

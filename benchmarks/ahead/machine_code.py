@@ -34,10 +34,10 @@ _BYTES = {
 class Operation(NamedTuple):
     address: int
     name: str
-    """Such as `LDG.E.128`."""
+    """Opcode, such as `LDG.E.128`."""
     rest: str
     predicated: bool
-    """Whether it is done only where a condition holds."""
+    """True for a predicated instruction."""
 
     @property
     def kind(self) -> str:
@@ -65,9 +65,9 @@ class Operation(NamedTuple):
 
 class Code(NamedTuple):
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack: int
-    """Bytes of local memory of a thread, where what finds no register is spilled."""
+    """Bytes of local memory of a thread, used for spills."""
     shared: int
     """Bytes of shared memory of a program."""
     threads: int
@@ -199,7 +199,7 @@ def _analysed(tuner, config, source: str, elements: int, sizes: dict[str, int]) 
     blocks = dict(re.findall(r"^\s+(\w*BLOCK): tl\.constexpr = (\d+)", source, re.M)) | config.kwargs
     blocks = {axis.removesuffix("BLOCK").lower(): int(size) for axis, size in blocks.items() if axis.endswith("BLOCK")}
     loops = code.loops()
-    if not loops:  # the compiler has unrolled those of the source: a program works on whole rows
+    if not loops:  # the compiler has unrolled the source's loops: a program works on whole rows
         blocks |= {axis: sizes[f"{axis}numel"] for axis in blocks if axis.startswith("r") and f"{axis}numel" in sizes}
     per_thread = max(math.prod(blocks.values()) / code.threads, 1 / 32)
     inside = {each.address for loop in loops for each in loop}

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
             dtype = str(a.dtype).removeprefix("torch.")
             self.products.append(Product(name, *a.shape, b.shape[1], dtype, dtype, False))
         elif made and not all(each.is_meta for each in made):
-            read = made if name == "embedding" else read  # the rows that it returns
+            read = made if name == "embedding" else read  # the returned rows
             self.kernels.append((name, sum(each.nbytes for each in (*read, *made))))
 
 
@@ -119,7 +119,7 @@ def recorded(build: Callable[[], nn.Module], spec: str, tokens: int) -> Recorder
     model = build().train()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = model.to_empty(device="cpu")
-        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else it holds on to weights that are swapped
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else it keeps swapped weights alive
         convert(model, spec)
         model._forward_pre_hooks.clear()  # once a step, for all layers together
         model.model.layers = nn.ModuleList()

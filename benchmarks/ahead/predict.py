@@ -64,7 +64,7 @@ def predict(arguments: argparse.Namespace, known: list[dict], keep: Callable[[di
     chip, shape = CHIPS[arguments.chip], SHAPES[arguments.shape]
     asked = arguments.backends.split(",")
     levels = {spec: level for spec in asked if (level := level_of(spec))}
-    # a Linear alone has no head that fields could name
+    # a bare Linear has no head for such fields
     of_host = [each for each in asked if each not in levels and "lm_head" not in each]
     steps = ";".join(sorted(set(levels.values())))
     eager = answered("eager_calls.py", "--backends", ",".join(of_host), "--levels", steps)

@@ -7,15 +7,15 @@ from machine import Chip
 from machine_code import NOTHING, Analysis, Work, configurations, of_inductor
 
 OF_A_COPY = 0.9
-"""The share of a copy's bandwidth that kernels with more than two tensors reach. Assumed."""
+"""Share of a copy's bandwidth reached by kernels with more than two tensors. Assumed."""
 BETWEEN_KERNELS = 1.5e-6
 """Seconds from the end of a kernel to the work of the next one. Assumed."""
 LANES, ISSUED = 128, 0.85
-"""Instructions of a cycle and a multiprocessor, and the share that is issued. The latter is assumed."""
+"""Instructions per cycle and multiprocessor, and the issued share. The latter is assumed."""
 ATTENTION = {"forward": 0.75, "backward": 0.55}
-"""Shares of the bf16 rate that fused attention reaches. Assumed."""
+"""Shares of the bf16 rate reached by fused attention. Assumed."""
 SMALL = 32_000_000
-"""Bytes below which a kernel's machine code is not looked at: it takes some microseconds."""
+"""Bytes below which a kernel's machine code is ignored: it takes some microseconds."""
 
 
 def of_kernel(bytes_: float, work: Work, chip: Chip) -> float:

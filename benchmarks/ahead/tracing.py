@@ -21,7 +21,7 @@ VIEWS = frozenset(
     "new_empty empty_strided unbind split narrow as_strided squeeze _reshape_alias view_as new_empty_strided "
     "split_with_sizes is_same_size lift_fresh".split()
 )
-"""Operators that launch nothing."""
+"""Operators without a launch."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -34,7 +34,7 @@ class Graph(NamedTuple):
 
 class Traced(NamedTuple):
     forward: list[Graph]
-    """More than one where Dynamo broke the graph."""
+    """More than one after a graph break of Dynamo."""
     backward: list[Graph]
 
 

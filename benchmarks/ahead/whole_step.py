@@ -10,14 +10,15 @@ from machine_code import NOTHING, Work
 from specs import PLAIN, TORCHAO
 
 FUSED_ADAMW = 28.0
-"""Bytes an element that PyTorch's fused AdamW over FP32 reads and writes: weight, gradient and two states read, all but
+"""Bytes per element read and written by PyTorch's fused AdamW over FP32: weight, gradient and two states read, all but
 the gradient written."""
 
 
 CAST_OF_A_GRADIENT = (4, 4 + 1)
-"""Bytes an element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
+"""Bytes per element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
 LAUNCHES_OF_A_NOTE = 2
-"""Of `fp8_backends::note_backward`, an operator of compiled code: counts, and the amax of rules with a state."""
+"""Launches of `fp8_backends::note_backward`, an operator of compiled code: counts, and the amax of rules with a
+state."""
 
 
 class Line(NamedTuple):
@@ -50,7 +51,7 @@ def share_of_a_copy(of_an_element: dict, chip: Chip) -> float:
 def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> list[Line]:
     """Return the lines of a step. traced: the output of `compiled_layers.py`."""
     layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
-    scaled = traced.get("scaled", 0)  # which records that were made first do not tell
+    scaled = traced.get("scaled", 0)  # missing in the oldest records
     casts = [Line("gradients' casts", gradient_casts(scaled, chip), "9 bytes an element of the layers' weights")]
     stored = traced.get("stored", scaled) if of_an_element else 0
     optimizer = optimizer_seconds(traced["parameters"] - stored, None, chip)

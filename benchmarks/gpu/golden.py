@@ -30,7 +30,7 @@ from fp8_backends.formats import scaling  # noqa: E402
 from fp8_backends.formats.formats import E4M3, E5M2  # noqa: E402
 from fp8_backends.kernels.quantize import quantize  # noqa: E402
 
-TOKENS, IN, OUT = 16, 144, 16  # a second block of 128 in the input that is cut off
+TOKENS, IN, OUT = 16, 144, 16  # a second, partial block of 128 in the input
 HISTORY = 4
 RECIPES = {
     # name: (TransformerEngine's class, its fields, formats of forward and gradient)
@@ -44,7 +44,7 @@ RECIPES = {
     "blockwise": ("Float8BlockScaling", {}, (E4M3, E4M3)),
 }
 OPERANDS = {"TN": ("w", "x"), "NN": ("w_columns", "dy"), "NT": ("x_columns", "dy_columns")}
-"""By the layout of a product: fprop, dgrad and wgrad, and which operand is which."""
+"""By the layout of a product: fprop, dgrad and wgrad, and the role of each operand."""
 LARGEST_FILE = 400_000
 
 

@@ -21,7 +21,7 @@ SIZES = {
 }
 """(m, k, n) of [m, k] x [k, n]."""
 COPIED = {"cuda": 4 * 2**30, "cpu": 2**20}
-"""Bytes of the tensor that is copied: many times what caches hold."""
+"""Bytes of the copied tensor: many times the size of caches."""
 REPEATS = {"cuda": 20, "cpu": 2}
 """Products between two readings of the clock."""
 

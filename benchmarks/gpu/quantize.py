@@ -53,8 +53,8 @@ KERNELS: dict[str, tuple[Callable, int, int]] = {
     "blockwise 128 x 128, both": (lambda x: blocks(x, SQUARES), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
     "mxfp8, both": (lambda x: blocks(x, MX), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
 }
-"""What is called; bytes an element that its passes move; the least that any could. Scales are not counted: at most 1/16
-of a byte an element."""
+"""The function; bytes per element moved by its passes; the minimum of any. Scales are not counted: at most 1/16 of a
+byte per element."""
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from torch import nn
 
 SHARE, RATIO = 0.95, 0.5
 HARM = 0.01
-"""What the advised recipe's held-out loss may be above the given one's, or above FP32's, whichever is more."""
+"""Largest excess of the advised recipe's held-out loss over the given one's, or over FP32's, the larger of the two."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Case:
     trouble: str
     given: str
     expected: str
-    """Help by "layers" or by "scaling" (whichever is found must keep the promise), "nothing" for a healthy model, or
-    "no help" for one beyond it, whose result is shown and not judged."""
+    """Help by "layers" or by "scaling" (the one found must keep the promise), "nothing" for a healthy model, or "no
+    help" for one beyond help, with its result shown and not judged."""
     make: Callable[[nn.Module], nn.Module]
 
 
@@ -281,7 +281,7 @@ def main() -> None:
             continue
         results.append(measure(case, Unlike(sizes) if case is UNLIKE else language_model))
         print(f"{case.name}: {results[-1]['advice']['verdict']}", flush=True)
-        if args.out:  # after each, for a run that is cut short
+        if args.out:  # after each, in case the run is cut short
             record = {"sizes": vars(sizes), "results": results}
             write_json(str(args.out / f"advise_cpu_{cpu_features()}.json"), record)
     print()

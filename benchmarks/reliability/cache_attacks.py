@@ -105,7 +105,7 @@ class Child:
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 os.environ.update(environment)
-                tempfile.tempdir = None  # what this one has chosen
+                tempfile.tempdir = None  # the choice of this one
                 if folder is not None:
                     os.chdir(folder)
                 with open(write, "w") as answer:
@@ -135,7 +135,7 @@ def is_wrong(answer: object, compiled: bool = True, most_warnings: int = 0) -> b
     )
 
 
-# What attacks are made of
+# Parts of attacks
 
 
 class Place:
@@ -162,7 +162,7 @@ class Place:
         Child(step, self.environment(home)).answer()
         (library,) = (home / "fp8_backends").glob("*.so")
         self.name = library.name
-        """Of the library, where it is the copying compiler's."""
+        """Path of the library of the copying compiler."""
 
     def write_compiler(self, name: str, line: str) -> Path:
         """Write a compiler that logs its call, and then runs this on `$target`."""
@@ -217,7 +217,7 @@ def give(*paths: Path) -> None:
         os.chown(path, ANOTHER_USER, ANOTHER_USER, follow_symlinks=False)
 
 
-# Attacks: each yields for every trial whether it succeeded
+# Attacks: each yields its success for every trial
 
 
 def code_in_a_cache_that_others_may_write(place: Place) -> Iterator[bool]:
@@ -247,7 +247,7 @@ def code_below_a_folder_of_another_user(place: Place) -> Iterator[bool]:
 
 def code_below_a_folder_that_others_may_write(place: Place) -> Iterator[bool]:
     need_root()
-    for mode, group in ((0o777, -1), (0o770, ANOTHER_USER)):  # one's own group may be one's own alone
+    for mode, group in ((0o777, -1), (0o770, ANOTHER_USER)):  # a user's own group may be private
         above = place.home()
         place.plant(above / "cache" / "fp8_backends")
         os.chown(above, -1, group)
@@ -446,7 +446,7 @@ def a_disk_from_which_nothing_may_run(place: Place) -> Iterator[bool]:
     home = place.home()
     run = in_mount(home, _NO_EXEC, "mode=0700", step)
     yield is_wrong(permitted(Child(run, place.environment(home)).answer()), most_warnings=1)
-    # and no other place either: the step is slower, and one warning says what to do
+    # and no other folder either: the step is slower, and one warning names the fix
     answer = permitted(Child(run, place.environment(home) | {"TMPDIR": str(home)}).answer())
     yield is_wrong(answer, False, most_warnings=1) or "XDG_CACHE_HOME" not in answer["warnings"][0]
 
@@ -495,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="attacks with this text in their name")
     parser.add_argument("--out", type=Path, help="folder for the record")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)  # processes are forked from this one, which therefore starts no threads
+    torch.set_num_threads(1)  # processes are forked from this one, so it starts no threads
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder).resolve())

@@ -209,7 +209,7 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
             if key == 4 and isinstance(states[name], ScaledTensor):
                 for fault, number in SCALES.items():
                     yield Case(f"scale of {name}", fault, _refilled(key, name, "_scale_inv", number))
-                if states[name]._data.dtype != torch.uint8:  # all of whose codes are numbers
+                if states[name]._data.dtype != torch.uint8:  # all of its codes are numbers
                     yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
                 gradient = put(lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name))
                 yield Case(name, "a scaled gradient", gradient)
@@ -342,7 +342,7 @@ FILES = {
     "fp8_scaling_0.safetensors": ("", "{", None),
     "optimizer_1.bin": ("", "PK", None),
 }
-"""Contents that are no contents; None: the file is missing."""
+"""Contents without meaning; None: the file is missing."""
 
 
 def of_files(folder: Path) -> Iterator[Case]:
@@ -384,7 +384,7 @@ def without_manifest(folder: Path) -> None:
     (folder / "fp8_backend.json").write_text(json.dumps(metadata))
 
 
-# States that must load
+# Valid states
 
 
 def sound(state: dict[str, Any]) -> Iterator[Case]:
@@ -455,7 +455,7 @@ def crafted_folders(backend: str) -> Iterator[dict[str, str]]:
         run.accelerator.save_state(str(folder))
         without_manifest(folder)
         contents = {path: path.read_bytes() for path in folder.iterdir()}
-        for model in run.models:  # what is loaded would be seen
+        for model in run.models:  # a partial load would be detected
             with torch.no_grad():
                 model[1].weight.mul_(2)
         before = run.stored()

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from measuring import cpu_features, table, write_json  # noqa: E402
@@ -95,7 +95,7 @@ def damage_all(backend: str, rounds: int, seed: int) -> list[tuple[str, str, str
                 if damage_file(newest / name, older / name, damage, rng):
                     outcomes.append((re.sub(r"_\d+", "_N", name), damage, wrong_of(run, newest, older, name, before)))
                     shutil.copy(Path(folder, "kept", name), newest / name)
-        run.load(newest)  # what was restored is whole
+        run.load(newest)  # the restored file is whole
     return outcomes
 
 
@@ -120,7 +120,7 @@ def wrong_of(run: Run, damaged: Path, older: Path, name: str, before: list) -> s
         return f"raw {type(error).__name__}: {error}"
     else:
         return "loaded in silence"
-    # a whole manifest of another step is at odds with the files, and which of them is wrong nobody can tell
+    # a whole manifest of another step contradicts the files, and the wrong side is unknowable
     names = [name] if name != MANIFEST else [path.name for path in older.iterdir()]
     if not any(each in said for each in names) or str(older) not in said:
         return f"not named: {said}"

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 os.environ["ACCELERATE_USE_CPU"] = "true"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
@@ -52,7 +52,7 @@ SINGLE = {
     "history frozen": ({"stuck"}, "2 (input)"),
     "targets x 1,000": ({"spike"}, ""),
 }
-"""Faults on one process: the kinds that name it, and how its first place begins."""
+"""Faults on one process: the kinds that name it, and the begin of its first place."""
 ON_RANKS = {
     "NaN in rank 1's batch": ({"loss", "gradient"}, ""),
     "rank 1's activations x 10,000": ({"clipped"}, "0 (input)"),
@@ -62,9 +62,9 @@ ON_RANKS = {
     "rank 1 skips a backward": ({"alone"}, ""),
 }
 STATELESS = {"activations x 10,000": ({"spike"}, ""), "rank 1's activations x 10,000": ({"spike"}, "")}
-"""What differs where scales are just in time: nothing clips, and the loss shows it."""
+"""Differences for just-in-time scales: nothing clips, and the loss reveals it."""
 OF_STATES = ("history of NaN", "history frozen", "a bit of rank 1's scale")
-"""Faults that only a backend with scaling states has."""
+"""Faults only of backends with scaling states."""
 
 
 class Run:
@@ -156,7 +156,7 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
     wrong, stopped = [], None
     kept = None
     step = 0
-    while step < STEPS + (alone and is_mine):  # a rank that has missed a backward owes the others one
+    while step < STEPS + (alone and is_mine):  # a rank without a backward owes the others one
         step += 1
         is_due = step == at and is_mine
         x, y = run.batch()
@@ -211,10 +211,10 @@ def steps_of(faults: dict, backend: str, rng: random.Random) -> list[tuple[str, 
     """Return the faults of a backend, each with its step."""
     is_stateless = backend.startswith("ao")
     chosen = [fault for fault in faults if not (is_stateless and fault in OF_STATES)]
-    if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and no run goes on to be judged
+    if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and leaves no run to judge
         chosen = [fault for fault in chosen if "skips" not in fault]
-    # a scale is agreed on again with the next backward, and the codes of a weight at O3 are made anew by each step:
-    # such a bit is only there where it is compared at once
+    # a scale is synchronized again with the next backward, and each step recomputes the codes of a weight at O3:
+    # such a bit only exists if it is compared at once
     heals = {"a bit of rank 1's scale"} | ({"a bit of rank 1's weight"} if backend == "msamp:O3" else set())
     return [(f, LAST // EVERY * EVERY if f in heals else rng.randint(FIRST, LAST)) for f in chosen]
 
@@ -243,7 +243,7 @@ def on_two_ranks(function, *arguments) -> list[Any]:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-        if any(codes):  # the rank itself has said why
+        if any(codes):  # the rank has reported its reason
             raise SystemExit(f"a rank ended with {codes}")
         return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(2)]
 
@@ -322,7 +322,7 @@ def main() -> int:
     backends, actions = tuple(args.backend or BACKENDS), ACTIONS
     if args.quick:
         backends, actions = backends[:1], ("skip", "stop")
-    # ranks first: autograd starts threads, and a process that has some cannot be forked
+    # ranks first: autograd starts threads, and a process with threads cannot be forked
     of_ranks = on_two_ranks(trials, ON_RANKS, backends, tuple(a for a in actions if a != "stop"), args.seed)
     found = trials(SINGLE, backends, actions, args.seed)
     for own, other in zip(*of_ranks, strict=True):

@@ -64,11 +64,11 @@ from fp8_backends.words import shortened  # noqa: E402
 LONGEST = 2000
 """Characters of a message."""
 SECONDS = 2.0
-"""Of this process's time. A case that takes longer hangs; so does one that waits for anything 15 times as long."""
+"""CPU seconds of a case. A longer one hangs; so does one that waits 15 times as long."""
 _ALARMS = (signal.SIGVTALRM, signal.SIGALRM)
 OUTCOMES = ("worked", "refused", "internal", "unclear", "ignored")
-"""An `internal` error is any that is not this package's, or a hang; an `unclear` refusal is too long, or names nothing
-of what was given; `ignored` is what was accepted and is not in the recipe."""
+"""An `internal` error is any from elsewhere, or a hang; an `unclear` refusal is too long, or names nothing of the
+input; `ignored` is accepted input missing in the recipe."""
 
 
 class Unclear(AssertionError):
@@ -100,7 +100,7 @@ def run_recipes(case: Case) -> None:
     fields = decoded(case["fields"])
     origin, _, name = case["handler"].rpartition(".")
     if origin == "accelerate":
-        handler = object.__new__(getattr(accelerate.utils, name))  # whose own __init__ wants its library
+        handler = object.__new__(getattr(accelerate.utils, name))  # its own __init__ needs its library
         handler.__dict__.update(fields)
     elif origin == "te":
         handler = type(name, (), {"fp8_format": "HYBRID"})()

@@ -88,7 +88,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "-inf": lambda: -math.inf,
     "2**63": lambda: 2**63,
     "10**400": lambda: 10**400,
-    "10**5000": lambda: 10**5000,  # which Python does not write as text
+    "10**5000": lambda: 10**5000,  # Python does not write it as text
     "1e30": lambda: 1e30,
     "bytes": lambda: b"max",
     "bytearray": lambda: bytearray(b"true"),
@@ -140,7 +140,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "config": lambda: _torchao().Float8LinearConfig(),
     "rowwise config": lambda: _torchao().Float8LinearConfig.from_recipe_name("rowwise"),
 }
-"""Values by the name under which a case holds them; the functions make each anew."""
+"""Values by their name in a case; the functions make each one new."""
 
 
 def _torchao():
@@ -664,7 +664,7 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         ["--json"],
     ],
 }
-"""What each command is tried with. Other commands are asked for help, and given a flag that they do not know."""
+"""Arguments of each command. Other commands get a request for help, and an unknown flag."""
 
 _ENDS = {
     "doctor": ["--no-test"],
@@ -672,7 +672,7 @@ _ENDS = {
     "launch": ["/nowhere/script.py"],
     "advise": ["--text", "/nowhere"],
 }
-"""What ends the arguments, so that nothing trains: no test, a script or a text that is not there."""
+"""Ends of the arguments that prevent training: no test, a missing script or text."""
 
 _MANIFEST = {
     "format": 1,
@@ -755,7 +755,7 @@ _FILES: dict[str, Callable[[Random], str]] = {
     "config.json": lambda rng: mutated(rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))),
     "c.yaml": lambda rng: yaml.safe_dump(_filled(rng, {**_TEMPLATES["accelerate"]})),
 }
-"""Files that commands read, by where they lie; `checkpoint_1` has those that its manifest names."""
+"""Files read by commands, by path; `checkpoint_1` has the files of its manifest."""
 _READ = {
     "monitor": ("fp8_monitor.jsonl",),
     "checkpoint": tuple(name for name in _FILES if "checkpoint" in name),
@@ -863,7 +863,7 @@ GRAMMARS: dict[str, tuple[Callable[[Random], Case], float]] = {
     "commands": (commands, 0.1),
     "functions": (calls, 0.1),
 }
-"""What makes the cases of each area, and its share of them."""
+"""The generator of each area, and its share of the cases."""
 
 
 def cases(count: int, seed: int) -> list[Case]:

@@ -28,7 +28,7 @@ BACKENDS = {
     "transformer_engine": "te",
     "transformer-engine": "te",
 }
-"""What the names of backends stand for."""
+"""Meanings of backend names."""
 _ONE_RULE = {"dynamic", "tensorwise", "current"}
 
 
@@ -72,7 +72,7 @@ def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
     found = recipe.level if name == "opt_level" else getattr(recipe, name)
     if found is value:
         return True
-    if name == "saved_activations" and found == "off":  # a word, of which YAML and handlers may make something else
+    if name == "saved_activations" and found == "off":  # a word that YAML and handlers may convert
         return str(value).strip().lower() in ("off", "", "none", "false")
     found = _spelled(found)
     return {*found} == value if isinstance(value, set) else found in meanings(value)
@@ -140,7 +140,7 @@ def _variable(key: str) -> str:
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-    if name == "use_autocast_during_eval":  # Accelerate's switch, which takes no value
+    if name == "use_autocast_during_eval":  # Accelerate's switch, without a value
         return [flag] * value
     if isinstance(value, tuple) and isinstance(value[0], str):
         names = tuple(name.strip() for name in ",".join(value).split(","))

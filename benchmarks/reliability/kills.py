@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import cpu_features, table, write_json  # noqa: E402
 from resumed_runs import BACKENDS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
@@ -32,7 +32,7 @@ import fp8_backends  # noqa: E402
 
 PLACES = {True: "new folders", False: "the same folder"}
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
-"""Python's audit events that change a folder, beside `open` for writing."""
+"""Python's audit events that change a folder, except `open` for writing."""
 _BEGUN = b"b"
 
 
@@ -200,7 +200,7 @@ def on_changes(folder: Path, call: Callable[[int], object]) -> None:
         if not (writes or event in CHANGES):
             return
         path = str(arguments[0])
-        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder that is being removed
+        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder being removed
             count += 1
             call(count)
 

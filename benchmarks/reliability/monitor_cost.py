@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json  # noqa: E402
 
 RECIPES = (("native:dynamic", False), ("native:delayed", False), ("msamp:O2", False), ("native:dynamic", True))
-"""Backend, and whether the model is compiled."""
+"""Backend, and True for a compiled model."""
 EVERY, LIMIT = 100, 0.02
-"""Steps from sample to sample, and the share of the time that sampling may take."""
+"""Steps from sample to sample, and the largest share of time for sampling."""
 IN_A_ROUND = 3
-"""Steps that the monitored model takes in a round. The last is sampled; when the one before it has ended, compiled code
-steps aside, also that of the other model, which has taken its step by then."""
+"""Steps of the monitored model in a round. The last is sampled; after the one before it, compiled code runs eagerly,
+also the other model's, which has already stepped."""
 
 
 def small_llama(hidden: int, layers: int):

@@ -47,11 +47,11 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import fp8_backends  # noqa: E402
 
 LOOKS = 40
-"""How often a process looks at itself, which is not at every step."""
+"""Number of inspections, fewer than steps."""
 GROWTH = 0.01
-"""By which resident memory may grow over the last half."""
+"""Largest growth of resident memory over the last half."""
 COUNTED = ("descriptors", "threads", "hooks", "tensors")
-"""What may not grow at all."""
+"""Resources that may not grow at all."""
 CYCLES = 200
 CYCLED = ("native:delayed", "msamp:O2", "ao:tensorwise")
 
@@ -87,7 +87,7 @@ def accelerator_for(backend: str, recipe: dict[str, Any], **options) -> Accelera
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True, **options)
 
 
-# What a process looks at
+# Inspection of a process
 
 
 def look(model: nn.Module | None = None, optimizer: Any = None) -> dict[str, int]:
@@ -186,7 +186,7 @@ def evaluate(model: nn.Module, held_out: tuple[torch.Tensor, torch.Tensor]) -> f
     return loss
 
 
-# What is made and dropped
+# Objects created and dropped
 
 
 def prepare_and_restore(index: int, recipe: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def cycles(once: Callable[[int, dict], None], number: int, recipe: dict[str, Any
     return {"looks": looks}
 
 
-# What must hold
+# Conditions
 
 
 def highest(name: str, looks: list[dict]) -> int:
@@ -270,7 +270,7 @@ def in_processes(number: int, work: Callable[[Path], dict], folder: Path) -> lis
         if status and not failed:
             failed = True
             for other in ranks:
-                os.kill(other, signal.SIGKILL)  # it would wait for the one that ended
+                os.kill(other, signal.SIGKILL)  # it would wait for the ended one
     if failed:
         raise RuntimeError("a rank failed")
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(number)]

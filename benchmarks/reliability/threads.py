@@ -43,7 +43,7 @@ import fp8_backends  # noqa: E402
 AO = "ao:tensorwise"
 NATIVE = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O2", "msamp:O3")
 SECONDS = 240
-"""After which a case counts as hanging."""
+"""Seconds after which a case counts as hanging."""
 ONCE = {kind: 1 for kind in ("fprop", "dgrad", "wgrad")} | {"recomputed": 0}
 
 
@@ -65,7 +65,7 @@ class Training:
     def loss(self) -> torch.Tensor:
         """Return the loss of the next forward."""
         batch = self.batches[len(self.losses) % len(self.batches)]
-        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()  # so that each layer has its dgrad
+        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()  # to give each layer its dgrad
         self.losses.append(loss.item())
         return loss
 
@@ -360,11 +360,11 @@ SLOW = {"threads, then spawned processes", "threads, then notebook_launcher"}
 
 def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
     """Run one case in this process, and return its exit code."""
-    os.setsid()  # one that hangs is killed with all that it has started
+    os.setsid()  # a hanging case is killed with all of its children
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # a forked process makes PyTorch's pool anew, in which two threads may find none
+    torch.set_num_threads(1)  # a forked process recreates PyTorch's pool, and two threads may find none
     try:
         case(repetitions)
     except BaseException:

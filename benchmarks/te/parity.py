@@ -46,7 +46,7 @@ class Size(NamedTuple):
     layers: int
     sequence: int
     batch: int
-    """Of one rank."""
+    """Losses of one rank."""
     steps: int
     lr: float
 
@@ -151,7 +151,7 @@ def accelerator_of(mode: str, recipe: str, size: Size, device: str) -> Any:
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(size))
         arguments["kwargs_handlers"].append(InitProcessGroupKwargs(backend=dist.get_backend()))
     accelerator = Accelerator(mixed_precision="fp8", **arguments)
-    if mode == "fsdp2" and device == "cpu":  # Accelerate takes DDP there, whatever is asked for
+    if mode == "fsdp2" and device == "cpu":  # there Accelerate always chooses DDP
         from engines import start_engine
 
         start_engine(accelerator, "FSDP2", arguments)
@@ -165,7 +165,7 @@ ENGINES = {
     "fsdp2": "FSDPModule",
     "deepspeed": "DeepSpeedEngine",
 }
-"""By mode, the class that a prepared model has. `recompute`: `single`, whose layers the package's side recomputes."""
+"""By mode, the class of a prepared model. `recompute`: `single` with layers recomputed on the package's side."""
 
 
 def check_engine(mode: str, model: nn.Module) -> None:
@@ -208,7 +208,7 @@ def converted_names(model: nn.Module) -> list[str]:
     return [name.replace("_checkpoint_wrapped_module.", "") for name in found]
 
 
-# The other: TransformerEngine by hand
+# The other side: TransformerEngine directly
 
 
 def by_hand(mode: str, recipe: str, size: Size, device: str, converted: list[str]) -> Run:

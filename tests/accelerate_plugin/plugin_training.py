@@ -66,8 +66,8 @@ def run_python(script: str, *launcher: str, timeout: int = 120, **environment: s
     repository = str(Path(fp8_backends.__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
     clean |= {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which says which device it has found
-    import warm_process  # tests/ is not on the path of the scripts, which import this file too
+    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which prints its device
+    import warm_process  # tests/ is not on the path of the scripts that import this file
 
     assert launcher[:1] in ((), (sys.executable,)), launcher
     done = warm_process.run(*launcher[1:], script, env=clean | environment, timeout=timeout)

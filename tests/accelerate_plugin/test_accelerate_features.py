@@ -14,7 +14,7 @@ from widths import nightly
 from fp8_backends.tools.config import read
 
 COMMANDS = {"accelerate_test", "accelerate_config"}
-"""Rows that a test of their own runs here, on one process and on two."""
+"""Rows with a separate test here, on one process and on two."""
 IN_PROCESS = [feature for feature in FEATURES if feature.run not in COMMANDS]
 
 

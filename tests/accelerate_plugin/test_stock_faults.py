@@ -161,7 +161,7 @@ def test_fault_12_conversion_turns_back(backend):
     assert_all_moved(model, weights)
 
 
-# 13, 14: what may be passed to prepare
+# 13, 14: arguments of prepare
 
 
 def test_fault_13_model_alone_several_models_and_dummy_optimizers():

@@ -116,7 +116,7 @@ def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_pat
         Path(folder, "elsewhere").symlink_to("nowhere")
 
     accelerator.register_save_state_pre_hook(write)
-    for _ in range(2):  # a new folder, and one that is there
+    for _ in range(2):  # a new folder, and an existing one
         accelerator.save_state(str(tmp_path / "a"))
         assert {"latest.txt", "hub/card.md"} == {name for name in files(tmp_path) if not name.startswith("a/")}
         (tmp_path / "latest.txt").unlink()
@@ -252,7 +252,7 @@ def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(
     weights = copied_parameters(model)
     with killed_at_rename(at) as killed:
         accelerator.save_state(str(target))
-    assert bool(killed) == (at <= 4)  # the old one away, the new one in, and what is the user's own
+    assert bool(killed) == (at <= 4)  # the old one away, the new one in, and the user's own files
     for folder in (tmp_path, target):
         assert fp8_backends.checkpoints.newest_checkpoint(folder) == str(target)
     assert target.exists() == (at != 2)  # finding it changes nothing

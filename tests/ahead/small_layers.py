@@ -43,7 +43,7 @@ def main(backend: str, major: str, minor: str) -> None:
         tuner = tuner_of(kernel.name, kernel.source)
         try:
             made_for(chip.target, tuner, tuner.configs[0])
-        except Exception as error:  # of Triton's compiler, or of ptxas
+        except Exception as error:  # errors of Triton's compiler, or of ptxas
             failures.append(f"{kernel.name}: {error}")
     products = [product.dtype for code in codes for product in code.products]
     print(json.dumps({"kernels": len(kernels), "failures": failures, "products": products}))

@@ -28,7 +28,7 @@ def test_bytes_and_a_trace_of_two_ranks(tmp_path):
     assert set(record["passes"]) == {"copy", "pack", "reduce", "unpack", "codes"}
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     travels = [event for event in events if event["name"].startswith("gloo:")]
-    # the end of each is a sum with its begin, which FP64 resolves to this much
+    # the end of each is a sum with its begin, with this resolution in FP64
     resolution = sum(math.ulp(event["ts"] + event["dur"]) for event in travels)
     assert 0 < record["overlap"]["travel_us"] <= sum(event["dur"] for event in travels) + resolution
     assert 0 <= record["overlap"]["share"] < 1 and "of the time in which gradients travel" in done.stdout

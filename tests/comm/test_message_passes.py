@@ -57,7 +57,7 @@ def test_every_code_is_decoded():
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
         result, expected = (passes.dequantize(codes, scale_inv) for passes in (messages, cases.reference))
-        ordinary = ~expected.isnan()  # NaN's code occurs beside the scale NaN only
+        ordinary = ~expected.isnan()  # NaN's code occurs only with the scale NaN
         assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 
 

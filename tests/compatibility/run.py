@@ -34,7 +34,7 @@ class Result(NamedTuple):
     outcome: str
     """The last line of pytest, or why nothing ran."""
     status: int
-    """Exit code of pytest; -1 where nothing ran."""
+    """Exit code of pytest; -1 if nothing ran."""
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
         constraints.write_text(constraints_of(entry["packages"]))
         subprocess.run([python, "-m", "venv", Path(folder, "venv")], check=True)
         python = str(Path(folder, "venv", "bin", "python"))
-        # "===" where there is a version: "==" would also take a build for the CPU from a folder of wheels
+        # "===" with a version: "==" would also take a build for the CPU from a folder of wheels
         wanted = [package.replace("==", "===") for package in entry["packages"]]
         extras = entry.get("extras", "report,test")
         installed = subprocess.run(

@@ -265,7 +265,7 @@ def test_no_tensor_has_a_number_for_each_token_and_word(use):
     run, largest = Run(True), Largest()
     with largest:
         run.results(use)
-    assert largest.elements == 128 * VOCABULARY  # of a chunk; there are 300 tokens
+    assert largest.elements == 128 * VOCABULARY  # rows of a chunk; there are 300 tokens
     with largest:
         Run(False).results(use)
     assert largest.elements >= (LENGTH - 1) * SEQUENCES * VOCABULARY

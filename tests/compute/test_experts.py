@@ -306,9 +306,9 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
             for microbatch in range(3):
                 run(root, *routed(20, 3 * step + microbatch), torch.ones(20, WIDTH))
             optimizer.step()
-        assert len(made) == (2 * 2 if kept else 6 * 2)  # of two weights
+        assert len(made) == (2 * 2 if kept else 6 * 2)  # for two weights
         results[kept] = [parameter.detach().clone() for parameter in root.parameters()]
-        # rowwise makes the codes for dgrad anew in backward, and holds none otherwise
+        # rowwise recomputes the codes for dgrad in backward, and holds none otherwise
         held = {"native:dynamic": 1, "native:rowwise": int(kept)}[backend]
         counted = fp8_backends.audit(root, optimizer).bytes_per_parameter["weight"]
         weights = sum(p.numel() for p in root.parameters() if p.dim() == 3)
@@ -316,7 +316,7 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
 
 
-# what a GPU would run
+# a GPU's engine
 
 
 def fake_weight(*shape, stored):
@@ -447,7 +447,7 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
     scale_a, scale_b = scale_a.view(len(groups), -1, 1), scale_b.view(len(groups), -1, 1)
     out = torch.full((len(groups), a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype)
     for group, (begin, end) in enumerate(groups):
-        if begin < end:  # of an empty sum nothing is promised
+        if begin < end:  # an empty sum has no promised value
             left = Quantized(a[:, begin:end].contiguous(), scale_a[group])
             out[group] = scaled_product(left, Quantized(b[begin:end].t().contiguous(), scale_b[group]), out_dtype)
     return out

@@ -19,7 +19,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 290, 300
 CUTS = (0, 97, 194, 290, 290)
-"""Uneven shards that cut through blocks; the last one is empty."""
+"""Uneven shards cutting through blocks; the last one is empty."""
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ def test_advice_is_for_the_least_of_the_gpus_or_for_the_cpu(gpus):
 
 
 CPUS = {
-    # name: what it can do, whether oneDNN takes bf16 there, and then: bf16 products, a useful `_scaled_mm`
+    # name: capabilities, bf16 support in oneDNN, and the results: bf16 products, a useful `_scaled_mm`
     "AVX2": ({"avx2"}, False, False, True),
     "AVX-512, where oneDNN goes by way of FP32": ({"avx2", "avx512_f"}, True, False, True),
     "AVX-512 BF16": ({"avx512_f", "avx512_bf16"}, True, True, True),

@@ -99,7 +99,7 @@ def test_high_precision_is_within_the_rounding_of_its_products(
     assert abs(loss.item() - exact.item()) <= (2 * off + 1e-6 * exact.item()) * (1 if takes_mean else number)
     size = factor / number if takes_mean else factor
     of_probability = size * scores.detach().softmax(1) * counts.unsqueeze(1)
-    # then the gradient is rounded, as are the softcap's derivative and what the products give
+    # then the gradient is rounded, and so are the softcap's derivative and the products
     change = of_probability * math.expm1(2 * off) + 8 * unit * of_scores.abs()
     bounds = [change @ exact_head.weight.abs(), change.T @ exact_x.abs(), change.sum(0)]
     smallest = torch.finfo(dtype).smallest_normal * hidden * tokens * max(size, 1.0)

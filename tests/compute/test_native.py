@@ -231,7 +231,7 @@ def test_non_finite_values_show_and_do_not_poison_the_next_step(scaling, where, 
         assert torch.isfinite(ours).all() and torch.allclose(ours, expected, rtol=0.2, atol=0.3)
 
 
-# what the recipe may ask
+# allowed by the recipe
 
 
 def test_margin_leaves_headroom():
@@ -344,7 +344,7 @@ def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, token
         y.sum().backward()
     assert len(gpu.products) == 3
     # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with the bias, may fall
-    # to the other side where the order of summation differs
+    # to the other side if the order of summation differs
     assert (y - here).abs().max() <= 2 * 2**-7 * here.abs().max()
 
 

@@ -90,10 +90,10 @@ def test_parameters_stay_and_weigh_one_byte():
     assert audit.bytes_per_element["weight"] == 1 + 4 / 2048  # codes, and a scale in FP32
     assert audit.dtypes["weight"] == "float8_e4m3fn"
     own = 2 * (2048 + 4) + 4 * (1024 + 32 + 64 + 32)
-    # no copy from forward to backward beside it
+    # and no copy from forward to backward
     assert audit.bytes_per_parameter["weight"] == pytest.approx(own / sum(p.numel() for p in model.parameters()))
     frozen = values["base.0.weight"]
-    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # of E4M3, and of its smallest numbers
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # steps of E4M3, and of its smallest numbers
     assert ((model.base[0].weight.dequantize() - frozen).abs() <= half_a_step).all()
     assert "w:e4m3 stored" in repr(model)
 
@@ -149,7 +149,7 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
     with pytest.raises(FP8BackendError, match="base.0 is that of embedding.*exclude"):
         prepared(tied, fp8_params=True, include=["base.0"], exclude=["adapter"])
     held, graphs = Adapted(), []
-    graphs.append((held(BATCHES[0])).sum())  # a graph that saved the weights
+    graphs.append((held(BATCHES[0])).sum())  # a graph with saved weights
     with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be swapped"):
         prepared(held, fp8_params=True)
     assert type(held.base[0].weight) is nn.Parameter

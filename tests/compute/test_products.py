@@ -53,7 +53,7 @@ def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_
     a, b = operands(64, 32, 96, rowwise, a_format)
     x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
     out = scaled_product(a, b, torch.bfloat16)
-    half_unit = 2.0**-8  # of bf16's eight significant bits, relative
+    half_unit = 2.0**-8  # relative, of bf16's eight significant bits
     summation = 96 * 2.0**-23 * (x.abs() @ w.abs().t())
     exact = x @ w.t()
     bound = ROUNDINGS_TO_BF16[engine] * half_unit * 1.01 * exact.abs() + summation

@@ -169,7 +169,7 @@ def test_of_codes_with_a_residual_products_read_the_codes_alone(scaling):
     assert same(run(alone, x, dy), run(both, x, dy))
     assert torch.equal(alone.eval()(x), nn.functional.linear(x, alone[0].weight.dequantize(), alone[0].bias))
     assert torch.equal(both.eval()(x), nn.functional.linear(x, exact, both[0].bias))
-    # what the monitor says of both
+    # the monitor's statistics of both
     alone.train(), both.train()
     assert COMPUTE.cast_of(alone[0], WEIGHT, alone[0].weight) is None
     (numbers,) = read([statistics_of(COMPUTE.cast_of(both[0], WEIGHT, weight))])
@@ -250,7 +250,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    x = torch.randn(4, 64, requires_grad=True)  # next to nothing beside the weight
+    x = torch.randn(4, 64, requires_grad=True)  # negligible next to the weight
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(autocast_dtype):
         y = scaled(x)
     transient = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= weight.numel())

@@ -116,7 +116,7 @@ def test_engines_and_what_surrounds_them_hold_on_such_a_cpu(tmp_path):
     """Time all forms of a product, and run both products' tests on the other kind of CPU, in one process."""
     files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
     tests = [str(TESTS / file) for file in files]
-    # what is compiled here is traced for a GPU, whatever the CPU
+    # compiled code here is traced for a GPU, on any CPU
     options = ("-q", "-x", "-p", "no:cacheprovider", "--no-header", "-k", "not compile")
     out = fresh_process("-c", NO_FORM_MEETS_PYTORCHS_LOOPS, *tests, *options)
     assert out.startswith("all forms\n") and " passed" in out

@@ -115,7 +115,7 @@ class RandomModel(nn.Module):
             x = block(x)
         return self.head(x.to(self.head.weight.dtype)).float()
 
-    # what is drawn
+    # the drawn choices
 
     def _often(self, chance: float) -> bool:
         return self.draw.random() < chance

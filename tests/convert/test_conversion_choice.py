@@ -112,7 +112,7 @@ def test_a_pattern_without_a_match_is_an_error_with_close_names(field, added):
     assert train(model) == train(plain), "a refused conversion leaves the model as it was"
 
 
-# what cannot be converted
+# unconvertible layers
 
 
 class OwnLinear(nn.Linear):

@@ -127,7 +127,7 @@ def test_a_dropout_mask_in_the_dtype_of_the_values_is_left_alone():
     assert saved_bytes(model).tensors == 0 and torch.equal(*found)
 
 
-# which tensors
+# selected tensors
 
 
 def long_llama(value: str, backend: str | None):
@@ -147,7 +147,7 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
     copies of weights: autocast's in bf16, or their codes."""
     model, ids = long_llama(value, backend)
     with torch.autocast("cpu", torch.bfloat16):
-        model(ids)  # what a first forward loads stays
+        model(ids)  # objects loaded by a first forward stay
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         with torch.autocast("cpu", torch.bfloat16):
             output = model(ids).last_hidden_state
@@ -171,7 +171,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
     model(rows() * 1)
-    # the input, of which the square and the product are made, and the normed values
+    # the input of the square and the product, and the normed values
     assert saved_bytes(model).tensors == 2
     assert saved_bytes(model).plain_bytes == 2 * 128 * WIDTH * 4
     assert saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
@@ -254,7 +254,7 @@ def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(famil
     assert any(name.startswith("ScaledDotProduct") for name in packed) == (value == "fp8+attention")
 
 
-# what it goes together with
+# compatible settings
 
 
 def test_a_graph_that_nobody_runs_backward_through_is_freed():
@@ -277,7 +277,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
     for model in (off, on):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     gradients(on)
-    assert saved_bytes(on).tensors == 2  # of the last norm, which is not recomputed
+    assert saved_bytes(on).tensors == 2  # of the last norm, never recomputed
     for model in (off, on):
         model.model.norm = nn.Identity()
     assert equal(gradients(off), gradients(on)) and saved_bytes(on).tensors == 0
@@ -493,7 +493,7 @@ def test_an_audit_says_what_was_kept():
     assert fp8_backends.audit(model).saved_activations == {"tensors": 0, "bytes": 0, "plain_bytes": 0}
     gradients(model)
     audit = fp8_backends.audit(model)
-    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4  # anew, in backward
+    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4  # again, in backward
     packed_bytes = audit.saved_activations["plain_bytes"] - computed
     assert packed_bytes * 33 == audit.saved_activations["bytes"] * 32 * 4  # all were FP32
     assert "activations kept in FP8: 16 tensors, 152.1 kB in place of 720.9 kB" in str(audit)

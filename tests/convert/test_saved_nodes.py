@@ -207,7 +207,7 @@ def test_every_operation_of_the_derivative_table_that_is_not_listed_is_exact_to_
     """Call each differentiable operation in several ways. New operations are not packed, either."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})
     model, found = prepared(), {}
-    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]  # where logarithms and inverse sines are defined
+    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]  # for defined logarithms and inverse sines
     for name, place in itertools.product(names, PLACES):
         operation = getattr(place, name, None)
         if operation is None or name in RANDOM or name.endswith("_"):
@@ -286,7 +286,7 @@ BOUNDS = {
     "NativeLayerNormBackward0": (layer_norm, normed),
 }
 ON_A_GPU = {"FusedRmsNormBackward0"}
-"""Nodes that PyTorch makes on a GPU only."""
+"""Nodes made by PyTorch only on a GPU."""
 
 
 def test_every_listed_node_has_a_test_of_its_bound():

@@ -41,7 +41,7 @@ BACKENDS = {
     "delayed": {"backend": "native:delayed", "amax_history_len": 16},
     "dynamic fp8": {"backend": "native:dynamic", "gradient_comm": "fp8"},
 }
-"""Each way in which gradients travel: O2's go as O3's, TorchAO's as those of `dynamic`; `matrix.py` trains both."""
+"""Each way of reducing gradients: O2 is like O3, and TorchAO like `dynamic`; `matrix.py` trains both."""
 
 
 def scenario(passes, model=None, spec="msamp:O2", steps: int = 2, set_to_none: bool = True, **options):
@@ -76,7 +76,7 @@ def check_ranks_stay_equal_and_learn_what_one_rank_learns():
         gaps, first = [], None
         for index in range(50):
             loss = step(ddp, optimizer, index)
-            if index % 7 == 0:  # the last one as well: ranks that came apart stay apart
+            if index % 7 == 0:  # the last one as well: diverged ranks stay diverged
                 assert_equal_on_all_ranks(ddp, optimizer)
             other = mse(model, batch(index))
             other.backward()
@@ -124,7 +124,7 @@ def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
     twin = twin_of(ddp)
     passes(ddp, 0)
     passes(twin, 0)
-    # the sums of 1, 2 and 3 microbatches are rounded, where one sum is otherwise
+    # the sums of 1, 2 and 3 microbatches are rounded, instead of one sum
     assert_mean_gradients(ddp, twin, bound=0.037 * 3**0.5)
     optimizer.step()
     assert_equal_on_all_ranks(ddp, optimizer)
@@ -367,7 +367,7 @@ def check_compiled_ddp():
     twin.zero_grad()
     mse(compiled, mine(7)).backward()
     mse(twin, mine(7)).backward()
-    # eager products round bf16 intermediates where compiled ones do not
+    # eager products round bf16 intermediates, compiled ones do not
     assert_mean_gradients(ddp, twin, bound=0.05)
 
 
@@ -418,7 +418,7 @@ def check_uneven_inputs():
                 with no_sync(ddp):
                     mse(ddp, mine(100 + index)).backward()
                 step(ddp, optimizer, index, everyone=False)
-        if spec is stock_optimizer:  # whose states are stock's business
+        if spec is stock_optimizer:  # with states left to stock
             assert_equal_on_all_ranks(ddp)
             continue
         assert_equal_on_all_ranks(ddp, optimizer)

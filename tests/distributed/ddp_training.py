@@ -17,7 +17,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 WIDTH = 64
 LARGEST_ERROR = 0.04
-"""Relative L2 error of a mean that travelled in FP8: two roundings to E4M3, 0.026 each, are 0.037."""
+"""Relative L2 error of a mean sent in FP8: two roundings to E4M3, 0.026 each, are 0.037."""
 
 
 def mlp(width: int = WIDTH, bias: bool = True) -> nn.Sequential:
@@ -89,7 +89,7 @@ def scaled(model: nn.Module) -> dict[str, ScaledTensor]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
 
 
-# What must be equal on all ranks
+# Equality on all ranks
 
 
 def digest(tensor: torch.Tensor) -> str:

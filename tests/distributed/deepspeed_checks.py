@@ -184,7 +184,7 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
             engine, optimizer = acc.prepare(model, adamw(model))
             gathered = GatheredWeights()
             for layer in (*model.layers, model.out):
-                layer.register_forward_pre_hook(gathered)  # after the engine's own hook, which gathers
+                layer.register_forward_pre_hook(gathered)  # after the engine's own gathering hook
             x, y = batches(1)[0]
             loss = engine(x.bfloat16(), y)
             assert gathered.sizes == [HIDDEN * HIDDEN] * LAYERS + [HIDDEN * 16]

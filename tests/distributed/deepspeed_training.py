@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 
-# the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first collective
+# the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first collective
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 HIDDEN, LAYERS = 64, 3

@@ -38,7 +38,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
         import deepspeed
         from accelerate.utils import DeepSpeedPlugin
 
-        # the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first use
+        # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "zero_optimization": {
@@ -51,7 +51,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
             "gradient_clipping": clip,
             "bf16": {"enabled": False},
         }
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate takes DDP, whatever else was asked for
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate always takes DDP
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         return {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     if engine in SHARDED_BY_FSDP2:

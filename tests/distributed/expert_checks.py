@@ -363,7 +363,7 @@ def check_expert_parallel_training_is_that_of_one_process() -> dict:
         audits = [fp8_backends.audit(each) for each in (one, model)]
         assert audits[0].flops_share == audits[1].flops_share
         for name, parameter in model.named_parameters():
-            if spec != "msamp:O2":  # where a part's gradient has a scale of its own, by which small numbers are rounded
+            if spec != "msamp:O2":  # a part's gradient with its own scale, which rounds small numbers
                 values = parameter.full_tensor() if is_distributed(parameter) else parameter
                 assert torch.equal(values, one.get_parameter(name)), (spec, name)
         states = [list(states_of(each)) for each in (one, model)]

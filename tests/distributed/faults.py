@@ -30,7 +30,7 @@ import fp8_backends
 
 STEPS, SAVED, LOST = 6, 2, 4
 TIMEOUT = 10
-"""Seconds that a collective of these runs may take; ranks that compile on a busy machine are seconds apart."""
+"""Longest seconds of a collective in these runs; ranks compiling on a busy machine are seconds apart."""
 
 
 class Scenario(NamedTuple):

@@ -69,5 +69,5 @@ def _connect_hooked(hook) -> None:
 
 if __name__ == "__main__":
     gc.collect()
-    gc.freeze()  # what is loaded is no garbage, and each check collects
+    gc.freeze()  # loaded libraries are no garbage, and each check collects
     ranks.main(globals())

@@ -246,7 +246,7 @@ def check_regional_compilation():
     assert losses[-1] < losses[0] - 0.3, losses
     products = fp8_backends.audit(run[0], run[1].optimizer).products
     assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
-    # what was compiled for the codes of fprop would read them in dgrad, too
+    # code compiled for fprop's codes would read them in dgrad, too
     run = accelerator(
         FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True), compiled=regional
     ).prepare(*new())

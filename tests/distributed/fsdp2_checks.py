@@ -33,7 +33,7 @@ TRAINED = {
     "native:delayed": ("native:delayed", 65),
     "ao:tensorwise": ("ao:tensorwise", 80),  # TorchAO takes multiples of 16
 }
-"""One of each kind; the checkpoints below go on with every level on other ranks."""
+"""One of each kind; the checkpoints below resume every level on other ranks."""
 STEPS = 50
 
 
@@ -50,7 +50,7 @@ def check_a_model_that_is_one_layer_is_proven():
         fully_shard(layer)
         _, optimizer = fp8_backends.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
         layer(torch.randn(16, 32)).sum().backward()
-        optimizer.step()  # raises where no product was seen
+        optimizer.step()  # raises without products
         counts = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}  # TorchAO makes dgrad for any input
         assert list(fp8_backends.audit(layer, optimizer).products.values()) == [counts]
 
@@ -121,7 +121,7 @@ def check_gradients_are_those_of_the_whole_batch():
                 assert local_part(gradient)._data.dtype == torch.float8_e4m3fn
             error = _relative(whole(gradient), whole(exact[name]))
             figures[name] = max(error, figures.get(name, 0.0))
-            # where both sides were rounded once more when they were stored
+            # both sides were rounded once more for storage
             assert error <= 0.055, (level, name, error)
         assert len(gradients) == sum(p.requires_grad for p in model.parameters())
     return figures
@@ -144,7 +144,7 @@ def check_preparing_again():
     fp8_backends.prepare(model, optimizer, "msamp:O2")
     assert {len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad} == {1}
     train(model, optimizer, 1)
-    loss_of(model, batches(1)[0])  # gathers again what it gathered before
+    loss_of(model, batches(1)[0])  # gathers again
     model.unshard()
     assert not model.loudness.weight._post_accumulate_grad_hooks
 
@@ -181,7 +181,7 @@ def check_microbatches():
             if name in exact:
                 error = _relative(whole(p.grad), whole(exact[name]))
                 assert error <= 0.055, (each_travels, name, error)
-        optimizer.step()  # which casts what microbatches have accumulated
+        optimizer.step()  # which casts accumulated microbatches
         assert local_part(model.mix.weight.grad)._data.dtype == torch.float8_e4m3fn
 
 

@@ -35,7 +35,7 @@ class Net(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.1)
         self.blocks = nn.ModuleList(Block(rows) for _ in range(2))
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-        """A unit of its own: all its parameters are FP8."""
+        """A separate unit: all its parameters are FP8."""
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
         self.loudness = nn.Linear(WIDTH, 1, bias=False)

@@ -38,16 +38,16 @@ class Engine(NamedTuple):
     """Describe a column of the guide's table."""
 
     compiled: tuple[str, ...] = ()
-    """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
-    native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
-    in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
+    """Backends compiled through Accelerate, one of each kind: compiling takes longest. The layer of every native
+    scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level in
+    `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
     `deepspeed_checks.py` has TorchAO under ZeRO-1 and native under ZeRO-3."""
     run: tuple[str, ...] | None = None
-    """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""
+    """Backends under test, one of each kind, for engines that treat all others alike; None: all."""
     splits_rows: bool = True
-    """Whether each rank has rows of its own; else all share the same."""
+    """True for different rows on each rank, False for equal ones."""
     abilities: str = "all"
-    """What a cell that works does, in the guide's word."""
+    """Content of a working cell, in the guide's word."""
 
     def cell(self, backend: str) -> str:
         """Return the abilities of a backend under test; in parentheses if another of its kind represents it."""
@@ -58,7 +58,7 @@ class Engine(NamedTuple):
 
 _KINDS = ("native:delayed", "ao:tensorwise", "msamp:O2", "te:delayed")
 _DEFAULT = (*_KINDS, "msamp:O4", "te:delayed+msamp:O2")
-"""Under engines that run all backends; the nightly run has every cell."""
+"""Cells of engines with all backends; the nightly run has every cell."""
 ENGINES = {
     "single": Engine(
         (
@@ -81,7 +81,7 @@ ENGINES = {
 
 SPLIT = (*split_models.ENGINES, split_models.PIPELINE)
 WHOLE = tuple(name for name in ENGINES if name not in SPLIT)
-"""Engines that give each rank whole sequences and all layers; `split_checks.py` has the others."""
+"""Engines with whole sequences and all layers on each rank; `split_checks.py` has the others."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
@@ -154,7 +154,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def rows_of(engine: str) -> list[torch.Tensor]:
     """This rank's microbatches under an engine."""
-    if engine == "TPxDP":  # ranks that share layers share rows
+    if engine == "TPxDP":  # ranks with shared layers share rows
         return batches(12, dist.get_rank() // 2, dist.get_world_size() // 2)
     return batches(12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1)))
 
@@ -343,7 +343,7 @@ def check_pipeline(backend: str) -> dict:
 
 
 EAGER: dict[tuple[str, str], list[float]] = {}
-"""Losses of the cells that have run."""
+"""Losses of earlier cells."""
 
 
 def check_losses_over_a_mesh_are_those_of_one_process() -> dict:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_backends
 
 SIZES = {"input": 32 * 64, "weight": 64 * 128, "grad_output": 32 * 128}
-"""Elements of what the first layer casts."""
+"""Elements of the first layer's casts."""
 STORED = ("gradient", "exp_avg", "exp_avg_sq")
 
 

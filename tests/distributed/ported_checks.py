@@ -182,7 +182,7 @@ def check_weights_and_gradients_go_through_accelerates_operations_as_plain_tenso
     for backend in BACKENDS:
         pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
         with pair.accelerator.no_sync(pair.model):
-            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a gradient of its own
+            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a different gradient
         rank, weight = dist.get_rank(), pair.model.module[0].weight
         for tensor in (weight.detach(), weight.grad):
             plain = tensor.float() + 0.0
@@ -225,7 +225,7 @@ def check_local_steps_are_refused_where_one_rank_steps_for_all():
         with pytest.raises(FP8BackendError, match="no_sync, which LocalSGD uses.*shard_states=False"):
             pair.optimizer.step()
         assert all_equal(gradients(pair.model), before)
-    pair.accelerator.backward(mse(pair.model, mine(1)))  # what has stayed travels with it
+    pair.accelerator.backward(mse(pair.model, mine(1)))  # kept gradients are sent with it
     pair.optimizer.step()
     pair.assert_equal_on_all_ranks()
     with pytest.raises(FP8BackendError, match="one rank owns the full-precision values.*shard_states=False"):
@@ -260,7 +260,7 @@ def check_a_loss_that_counts_tokens_accumulates_by_hand():
 
 def check_metrics_are_gathered_once_for_each_row():
     """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one process."""
-    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # whose scales do not follow from the rows at hand
+    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # with scales independent of the current rows
         pair = Pair(backend)
         for index in range(20):
             pair.accelerator.backward(mse(pair.model, mine(index)))
@@ -286,7 +286,7 @@ def check_values_of_gradients_are_clipped():
         pair.accelerator.clip_grad_value_(pair.model.parameters(), 1e-3)
         assert all_equal(expected, gradients(pair.model)), backend
         pair.optimizer.step()
-        pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
+        pair.optimizer.zero_grad()  # with sharded states, only the owners have rounded the gradients
         pair.assert_equal_on_all_ranks()
 
 

@@ -26,18 +26,18 @@ import traceback
 from pathlib import Path
 
 TIMEOUT = datetime.timedelta(seconds=60)
-"""The limit of one collective: ranks that wait for a lost one give up with an error."""
+"""Limit of one collective: ranks waiting for a lost one give up with an error."""
 GRACE = 15
-"""Seconds that the other ranks have to say their own error when one has failed."""
+"""Seconds for the other ranks to report their own error after a failure."""
 PORTS = range(15000, 32000)
-"""Below those that Linux hands out by itself, so that nobody is given one between its choice and its use."""
+"""Below Linux's ephemeral ports, so no other process gets one between choice and use."""
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 
 
 def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str) -> dict[str, dict]:
     """Run the named checks of a file in this folder, or all. Name -> {"errors": {rank: text}, "figures": …}."""
-    import warm_process  # tests/ is not on the path of ranks that torchrun starts
+    import warm_process  # tests/ is not on the path of ranks started by torchrun
 
     results = warm_process.run(
         str(HERE / script),
@@ -49,7 +49,7 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
             "DS_ACCELERATOR": "cpu",
-            "PYTHONFAULTHANDLER": "1",  # a rank that dies of a signal says where
+            "PYTHONFAULTHANDLER": "1",  # a rank killed by a signal names the place
             **environment,
         },
         timeout=seconds,
@@ -62,7 +62,7 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
                 known["errors"] |= result["errors"]
                 known["figures"] = result.get("figures")
     assert outcome, f"no check ran:\n{results.stdout[-4000:]}\n{results.stderr[-8000:]}"
-    if results.returncode != 0:  # with what stderr says: a rank that died of a signal has no error of its own
+    if results.returncode != 0:  # with stderr: a rank killed by a signal has no error
         outcome["the ranks' exit"] = {"errors": {"": results.stderr[-12000:]}, "figures": None}
     return outcome
 
@@ -120,7 +120,7 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
     import fp8_backends.compute.native.backend  # noqa: F401, once; the first layer that each rank converts loads it
 
     gc.collect()
-    gc.freeze()  # what is loaded stays shared
+    gc.freeze()  # loaded modules stay shared
     alive = {_fork(namespace, rank): rank for rank in range(ranks)}
     deadline, failed = float("inf"), 0
     while alive:
@@ -178,7 +178,7 @@ def _run_checks(namespace: dict) -> None:
             figures = namespace[name]()
             dist.barrier()
         except BaseException:
-            # at once and by itself: the others wait for this rank
+            # at once: the others wait for this rank
             _say({name: {"errors": {dist.get_rank(): traceback.format_exc()}}})
             os._exit(1)
         if dist.get_rank() == 0:

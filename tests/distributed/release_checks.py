@@ -21,7 +21,7 @@ from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)
-"""Elements that wait for each other: each parameter is stepped by itself, some together, all at the end of backward."""
+"""Elements that wait for each other: each parameter steps separately, some together, all at the end of backward."""
 
 
 def released(level: str, **fields) -> dict:

@@ -62,7 +62,7 @@ def check_ddp_and_fsdp2_train_as_without():
         on, model = losses(wrap, "fp8", backend)
         assert off[0] == on[0] and off != on  # the forward is the same; gradients are not
         assert all(abs(a - b) < 0.01 * a for a, b in zip(off, on, strict=True)), (off, on)
-        # the inputs of a product, three norms and two activations; no table, and no batch, which have no gradients
+        # the inputs of a product, three norms and two activations; no table and no batch, without gradients
         assert saved_bytes(model).tensors == 6, saved_bytes(model)
 
 

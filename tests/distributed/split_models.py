@@ -14,7 +14,7 @@ ATTENTION = "sdpa"
 LENGTH = 16
 """Tokens of a whole sequence."""
 ENGINES = ("ring", "Ulysses")
-"""Those that split a sequence."""
+"""Engines that split a sequence."""
 PIPELINE = "pipeline"
 
 
@@ -43,7 +43,7 @@ def shares(accelerator, engine: str, ids: torch.Tensor):
         yield parts
 
 
-# What PyTorch, Accelerate and DeepSpeed lack on ranks without a GPU, or in a second model of one process
+# Gaps of PyTorch, Accelerate and DeepSpeed on ranks without a GPU, or in a second model of one process
 
 
 def ring_attention_on_a_cpu() -> None:
@@ -162,7 +162,7 @@ def losses_of_a_pipeline(stage: nn.Module, backend: str, schedule: type, data: l
 
     rank, losses = dist.get_rank(), []
     optimizer = prepared(stage, backend)
-    # without these, PyTorch learns the sizes by a forward and a backward of ones, whose amaxes a state would record
+    # without these, PyTorch learns the sizes by a forward and a backward of ones, recorded as amaxes by a state
     ids = data[0][: len(data[0]) // MICROBATCHES, :-1]
     between, logits = (
         torch.empty(*ids.shape, WIDTH, requires_grad=True),

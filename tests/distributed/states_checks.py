@@ -37,8 +37,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 from fp8_backends.tensors.sharded_tensor import local_part
 
 SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
-PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm
-"""Rows of 128: a block lies on one rank, and is the same one there as on one rank alone."""
+PLAIN = [(66, 128), (64,)]  # an embedding with scaled states, and a norm
+"""Rows of 128: a block belongs to one rank, and is the same as on one rank."""
 
 
 def rule(level: str, rounding: str = "stochastic") -> StateRule:
@@ -547,7 +547,7 @@ def environment(**variables: str):
             del os.environ[name]
 
 
-# What they weigh, and gradients in shards
+# Their bytes, and sharded gradients
 
 
 def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -153,7 +153,7 @@ def check_codes_of_each_part_are_those_of_the_whole() -> None:
         rule = layer_rule.LayerRule(scaling, E4M3, E4M3, (False,) * 3, False)
         split, rank = Split(dim, group), dist.get_rank()
         if rule.has_blocks and spans[dim] % 256:
-            continue  # a block would lie on two ranks
+            continue  # a block would span two ranks
         part = x.chunk(2, dim)[rank].contiguous()
         for tensor in (INPUT, GRAD_OUTPUT):
             state = new_window_state("cpu") if scaling == "window" else None
@@ -199,7 +199,7 @@ def check_losses_and_gradients_are_those_of_one_process_to_the_bit_where_sums_ar
             loss.backward()
             results.append([loss, y, *(whole(p.grad) for p in model.parameters()), x.grad])
         assert all(map(torch.equal, results[0][:-1], results[1][:-1])), rule
-        found[rule] = off(results[1][-1], results[0][-1])  # a sum over the ranks of what is no integer
+        found[rule] = off(results[1][-1], results[0][-1])  # a sum over the ranks of non-integers
         assert found[rule] < (2**-7 if rule == "rowwise" else 1e-6), found
         counts = fp8_backends.audit(together).products
         assert counts == dict.fromkeys(("up", "down"), ONCE), counts
@@ -384,7 +384,7 @@ def check_sequence_parallel_inputs_are_gathered_as_codes() -> dict:
         gradients[comm] = [whole(p.grad) for p in model.parameters()]
         for found, p in zip(gradients[comm], alone.parameters(), strict=True):
             assert off(found, p.grad) < 1e-6
-    of_norm = 2  # one sum over the ranks of what comes from both layers, or two
+    of_norm = 2  # one sum over the ranks for both layers, or two
     assert all(map(torch.equal, *(each[of_norm:] for each in gradients.values())))
     tokens_of_a_rank, amax = x.numel() // 2, 4
     assert sent["plain"] - sent["fp8"] == (2 * 4 - 1) * tokens_of_a_rank - amax, sent

@@ -159,7 +159,7 @@ def check_levels_store_parts_with_the_scale_of_the_whole():
         assert type(local_part(together.block.up.weight)) is torch.Tensor
         assert torch.equal(together.block.up.weight.full_tensor(), values)
     third = WIDTH * WIDTH / (WIDTH * WIDTH + 2 * WIDTH * INNER)
-    expected = {"O1": 11, "O2": 6}  # for an element that a rank has, and a rank has all of one layer in three
+    expected = {"O1": 11, "O2": 6}  # per element of a rank, and a rank has all of one layer in three
     for level, found in figures.items():
         assert abs(found / (expected[level] * (third + (1 - third) / 2)) - 1) < 0.01, figures
     return figures
@@ -174,7 +174,7 @@ def check_what_is_refused():
         with pytest.raises(RecipeError, match=f"{text}.*2 ranks share layers"):
             fp8_backends.prepare(split(Net()), None, spec)
     model = Net()
-    made_before = torch.optim.AdamW(model.parameters())  # would train the layers that are not shared alone
+    made_before = torch.optim.AdamW(model.parameters())  # would train only the replicated layers
     with pytest.raises(FP8BackendError, match=r"before ranks shared block.up.weight, block.up.bias, block.down.weight"):
         fp8_backends.prepare(split(model), made_before, "native:dynamic")
 
@@ -199,7 +199,7 @@ def prepared(spec, dp: int = 1, seed: int = 0, **fields):
     acc = Accelerator(
         mixed_precision="fp8", kwargs_handlers=[recipe], parallelism_config=parallelism, cpu=True, **arguments
     )
-    if dp > 1:  # on ranks without a GPU Accelerate takes DDP whatever was asked for
+    if dp > 1:  # without a GPU, Accelerate always takes DDP
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
         AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]

@@ -33,7 +33,7 @@ FLOORS = (
 )
 """Rooms of the package by floor, the lowest first. A room imports rooms of lower floors only."""
 FORBIDDEN = {("states", "compute"), ("comm", "compute"), ("watch", "evidence")}
-"""Arrows to a lower floor that a room does without: states and comm do not know the products."""
+"""Arrows to a lower floor forbidden to a room: states and comm do not know the products."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -41,7 +41,7 @@ def modules(root: Path) -> dict[str, Path]:
     found = {}
     for file in root.rglob("*.py"):
         if file.relative_to(root).parts[0] in ("docs", "examples"):
-            continue  # the configuration of Sphinx, and scripts that are copied (`tests/tools/test_examples.py`)
+            continue  # the configuration of Sphinx, and copied scripts (`tests/tools/test_examples.py`)
         parts = file.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

@@ -25,9 +25,9 @@ PACKAGE = Path(fp8_backends.__file__).parent
 HERE = Path(__file__).parents[1]
 
 IMPORTED_AS = {"pyyaml": "yaml", "transformer-engine": "transformer_engine"}
-"""Where a distribution's module has another name."""
+"""Modules with another name than their distribution."""
 BROUGHT_BY = {"triton": "torch", "tokenizers": "transformers", "docutils": "sphinx"}
-"""What a declared package brings along and is imported where that is there."""
+"""Dependencies of a declared package, imported if present."""
 
 PERMISSIVE = set(
     "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-CMU MPL-2.0 PSF-2.0 "
@@ -44,12 +44,12 @@ FAMILIES = {
     "AFL-2.1": r"Academic Free License \(AFL\)",
     "CC0-1.0": r"Public Domain",
 }
-"""How fields and classifiers without an SPDX expression spell a licence."""
+"""Spellings of a licence in fields and classifiers without an SPDX expression."""
 READ = {"torchao": "BSD-3-Clause", "docutils": "BSD-2-Clause AND CC0-1.0"}
-"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name the GPL, of an editor
-mode that its package for Python does not have."""
+"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name the GPL, for an editor
+mode missing in its Python package."""
 OF_NVIDIA = ("nvidia-", "cuda-")
-"""What PyTorch for CUDA pulls in, under NVIDIA's own licence. No file of this package needs it."""
+"""Dependencies of PyTorch for CUDA, under NVIDIA's own licence. No file of this package needs them."""
 
 
 def declared() -> dict[str, list[Requirement]]:

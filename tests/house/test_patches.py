@@ -29,10 +29,10 @@ CALLS = {"_getframe", "currentframe", "walk_stack", "dup2", "addFilter", "CodeTy
 ATTRIBUTES = {"f_locals", "f_back", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"}
 ATTRIBUTES |= {"_set_params_and_buffers_to_ignore_for_model", "queue_callback", "_match_all_reduce_for_bwd_pass"}
 METHODS = {"forward", "_apply"}
-"""Of modules: whatever takes the place of one on an object."""
+"""Attributes of modules: any replacement on an object counts."""
 ATTRIBUTES |= {"_sharded_local_tensor"}
 MEANT = {"sys.argv ="}
-"""What Python's documentation lets a program set."""
+"""Attributes that a program may set by Python's documentation."""
 
 
 def dotted(node: ast.AST) -> str:

@@ -149,7 +149,7 @@ def hidden_state(root: Path) -> list[str]:
         found |= {f"{name}.{each}" for node in nodes if isinstance(node, ast.Global) for each in node.names}
         found |= {f"{name}.{each.name}" for each in nodes if isinstance(each, FUNCTIONS) and is_flag(each)}
         importing = {node for each in tree.body if is_decorator(each, tree) for node in ast.walk(each)}
-        places = []  # that any function writes
+        places = []  # written by any function
         for function in functions(tree):
             writes = list(written(function))
             places += writes

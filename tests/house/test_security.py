@@ -24,7 +24,7 @@ MODULES = set(
     "socket socketserver ssl http ftplib smtplib telnetlib xmlrpc asyncio requests httpx aiohttp urllib3 "
     "subprocess ctypes runpy imp".split()
 )
-"""All that they have counts, but for `NO_CODE`."""
+"""All of their names count, except `NO_CODE`."""
 NAMES = set(
     "os.system os.popen os.startfile os.posix_spawn os.posix_spawnp os.fork os.forkpty "
     "tempfile.mktemp numpy.load urllib.request huggingface_hub "
@@ -42,9 +42,9 @@ NO_CODE = re.compile(
     r"subprocess\.(\w+(Error|Expired)|CompletedProcess|DEVNULL|PIPE|STDOUT)|"
     r"ctypes\.(c_\w+|Structure|POINTER|byref|sizeof|addressof)"
 )
-"""Of these modules, what only describes: exceptions, constants, types."""
+"""Descriptions in these modules: exceptions, constants, types."""
 MUST_BE_FALSE = ("shell", "trust_remote_code", "allow_pickle")
-"""Arguments that are given as False, or not at all."""
+"""Arguments given as False, or not at all."""
 
 
 def imported(nodes: list[ast.AST]) -> dict[str, str]:

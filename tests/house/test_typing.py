@@ -83,7 +83,7 @@ PLANTED = (
     "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",
 )
-"""Mistakes, each of which a type checker has to find."""
+"""Mistakes for a type checker to find."""
 
 
 def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:

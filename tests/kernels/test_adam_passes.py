@@ -262,7 +262,7 @@ def test_learning_rate_and_betas_may_be_tensors():
     # 1 - beta2 of an FP32 0.999 has a relative error of 2**-25 / 0.001
     assert torch.allclose(numbers, tensors, rtol=3e-5, atol=0)
     meta = adam_hyper(torch.tensor(1e-3, device="meta"), (0.9, 0.999), 1e-8, 0.1, step_.to("meta"), "meta")
-    assert meta.shape == numbers.shape  # a device whose values cannot be read: nothing waited for one
+    assert meta.shape == numbers.shape  # a device without readable values: nothing waited for one
 
 
 def test_hyperparameters_of_many_parameters_at_once_are_those_of_each():

@@ -104,7 +104,7 @@ def test_a_half_written_library_is_compiled_anew(source, cache, length):
     assert answer(source) == OURS
     (library,) = libraries(cache)
     whole = library.read_bytes()
-    library.unlink()  # what is loaded from it in this process stays as it is
+    library.unlink()  # the library loaded in this process stays unchanged
     library.write_bytes(whole[:length])
     library.chmod(0o600)
     assert answer(source) == OURS and libraries(cache)[0].read_bytes() == whole

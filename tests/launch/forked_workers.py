@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["FP8_BACKENDS_DISABLE"] = "1"  # while this process loads the package: each worker must connect it by itself
+os.environ["FP8_BACKENDS_DISABLE"] = "1"  # while this process loads the package: each worker must connect it
 
 import accelerate.commands.launch  # noqa: E402
 import torch  # noqa: E402
@@ -77,7 +77,7 @@ def _become(started: Started, rank: int) -> None:
     try:
         os.environ.clear()
         os.environ.update(started.environment)
-        if started.agent is not None:  # it tells its ranks which they are
+        if started.agent is not None:  # it assigns the ranks
             size = str(started.ranks)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         program, *words = started.command

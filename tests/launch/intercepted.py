@@ -22,7 +22,7 @@ class Started(NamedTuple):
     environment: dict[str, str]
     ranks: int = 1
     agent: object = None
-    """The configuration of torchrun's agent, where that starts the ranks."""
+    """The configuration of torchrun's agent, if it starts the ranks."""
 
 
 class Intercepted:

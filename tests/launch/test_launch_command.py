@@ -50,7 +50,7 @@ def recipe_of(started):
     return resolve(from_environment(started.environment))
 
 
-# What it takes
+# Accepted options
 
 
 OVERRIDDEN = {"override_linear_precision": (False, False, True)}
@@ -304,7 +304,7 @@ def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
     assert recipe_of(ours("--config_file", file, "--mixed_precision", "ao", "train.py")).name == "ao:tensorwise"
 
 
-# What it refuses, in one line, with exit code 2, before any process starts
+# Refusals, in one line, with exit code 2, before any process starts
 
 
 @pytest.mark.parametrize(

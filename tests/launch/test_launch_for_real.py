@@ -40,7 +40,7 @@ def written(output: Path) -> list[dict]:
     return [json.loads(file.read_text()) for file in sorted(output.parent.glob(f"{output.name}.*"))]
 
 
-# One real run for each launcher (the cold interpreter's is that of one process)
+# One real run for each launcher (the cold interpreter's is for one process)
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
     if "Traceback" in done.stderr:
         before = done.stderr[: done.stderr.index("failing.py")]
         assert before.count("worker.py") == 3 and before.rpartition("worker.py")[2].count("  File ") == 1
-        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of what was leaked follows the error
+        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of leaks follows the error
         assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
@@ -243,7 +243,7 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
         ("model,optimizer 2 {}", "", 0, ""),
-        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
+        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # with a warning by the Accelerator
     ],
 )
 def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):

@@ -31,7 +31,7 @@ RANKS = {
     "accelerate launch --multi_gpu": ("DDP", 2),
     "torchrun -m worker": ("DDP", 1),
 }
-"""Routes to process groups: what holds the model there, and how many ranks there are."""
+"""Routes to process groups: the wrapper of the model, and the number of ranks."""
 ALONE = ("alone", 1)
 OF_EVERY_BACKEND = "fp8-backends launch --cpu"
 KINDS = {

@@ -37,7 +37,7 @@ STEPS = 3
 
 
 def accelerator_arguments() -> dict:
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a CPU the script must say that ranks speak gloo
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a CPU the script must choose gloo
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at its first use

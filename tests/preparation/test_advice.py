@@ -60,7 +60,7 @@ def test_the_layer_that_errs_is_found_and_kept_out():
     assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
     worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
     assert worst.names == ("3.up",) and "3.up kept out" in str(advice)
-    # again on other batches, by a measure of its own
+    # again on other batches, by another measure
     check = GradientGap(model, batches(4)[2:], "bf16", squares)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
@@ -87,7 +87,7 @@ def test_the_scaling_that_helps_is_found():
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)
     assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
     assert [each.recipe.name for each in advice.trials] == ["native:delayed", "native:dynamic"]
-    # again on other batches, by a measure of its own
+    # again on other batches, by another measure
     check = GradientGap(model, data[2:4], advice.around, loss)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
@@ -240,7 +240,7 @@ def test_recipes_are_changed_in_one_thing():
     }
     rowwise = with_scaling(recipe, "rowwise")
     assert (rowwise.name, rowwise.exclude, rowwise.rounding) == ("native:rowwise+msamp:O2", ("a",), "nearest")
-    assert "margin" not in rowwise.given  # which rowwise does not read
+    assert "margin" not in rowwise.given  # unread by rowwise
     assert together(["a.0.q", "a.0.k"]) == "a.0.(q, k)" and together(["a.x", "b.x"]) == "a.x, b.x"
 
 

@@ -31,7 +31,7 @@ from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment
 from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {
-    # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
+    # exports of `accelerate launch --mixed_precision fp8`, for any backend
     "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL": "False",
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
@@ -569,7 +569,7 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
     text = "(false, false, true)"
     whole = from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": text})
     assert whole.override_linear_precision == (False, False, True)
-    # what stock `accelerate launch` makes of the same string in YAML: its first three letters
+    # stock `accelerate launch` makes this of the same string in YAML: its first three letters
     with pytest.raises(RecipeError, match=r"OVERRIDE_FPROP=\(.*write a list"):
         from_environment(environment(BACKEND="native", OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a"))
 

@@ -10,7 +10,7 @@ import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STEPS = 20
-"""More than the 16 steps after which a window's scales are delayed."""
+"""More than the 16 steps before a window's delayed scales."""
 
 
 @pytest.mark.slow

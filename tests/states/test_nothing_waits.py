@@ -31,7 +31,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3")
 NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
-"""Operations for whose result the host waits."""
+"""Operations with a result awaited by the host."""
 
 
 class Meter(TorchDispatchMode):
@@ -44,7 +44,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ScaledTensor) for kind in types):
-            return NotImplemented  # it first says what it does on what it stores
+            return NotImplemented  # it first reports its own work on stored values
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         on_device = "meta" in devices((args, kwargs))
         if name in NUMBERS and on_device:

@@ -143,7 +143,7 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process():
         for name, parameter in root.experts.named_parameters():
             gradient = one.experts.get_parameter(name).grad
             if isinstance(gradient, ScaledTensor):
-                continue  # a rank's has a scale of its own
+                continue  # a rank's has another scale
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4)
     with pytest.raises(FP8BackendError, match="mix the amaxes of different experts"):
         expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
@@ -203,7 +203,7 @@ def check_ranks_that_run_different_layers_agree_on_the_scales_of_each():
 
 
 def accelerator(engine: str, **fields) -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)  # another engine may have been said before
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier notice may name another engine
     GradientState._reset_state()
     arguments = engine_arguments(engine, 1.0, 1)
     handlers = [TERecipeKwargs(**fields), *arguments.pop("kwargs_handlers", [])]

@@ -117,7 +117,7 @@ def test_a_view_is_read_as_that_of_the_plain_values_and_its_copies_are_plain(vie
     copied = seen + 0
     assert type(copied) is torch.Tensor and torch.equal(copied.zero_(), torch.zeros_like(plain))
     if isinstance(seen, BlockCodes):
-        seen.data = seen.data  # changes nothing, as asked
+        seen.data = seen.data  # changes nothing, as requested
     else:
         for copied in (copy.deepcopy(seen), seen.clone(), saved_and_loaded(seen)):
             assert type(copied) is torch.Tensor and torch.equal(copied, plain)

@@ -54,7 +54,7 @@ FORMS = {
     "with a master": lambda x: weights("O3", x).detach(),
     "roots in blocks": lambda x: quantize(x.abs(), ROOT8, block_size=16),
 }
-"""How values are stored: by the levels' weights and by their optimizer states."""
+"""Storage of values: by the levels' weights and by their optimizer states."""
 
 
 # Quantizing
@@ -172,7 +172,7 @@ def test_logical_dtype_is_the_parameters_and_fp32_for_fp16(dtype):
     assert quantize(values(4, 4).half(), FP16).dtype == torch.float32
 
 
-# The scale alone
+# The scale only
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -375,7 +375,7 @@ def test_a_residual_is_a_part_of_its_weight():
             assert torch.equal(other.exact(), plain[name])
     t.detach()[2:5].mul_(1.1)
     assert torch.equal(t[2:5].exact(), exact[2:5] * 1.1) and torch.equal(t[:2].exact(), exact[:2])
-    moved = t.detach().t().to("cpu", copy=True)  # what was edited lies as the data do
+    moved = t.detach().t().to("cpu", copy=True)  # edited values have the layout of the data
     assert torch.equal(moved[1].exact(), t[:, 1].exact())
 
 
@@ -394,7 +394,7 @@ def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(
     owner, other = weights(level, values(8, 8)).detach(), weights(level, values(8, 8)).detach()
     owner.shared_out = other.shared_out = True
     other.rest, other.elsewhere = None, Elsewhere(0, storage)
-    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9  # values that two roundings may round apart
+    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9  # values that two roundings may round differently
     for source in (values(8, 8, seed=1), ties, ties.bfloat16(), *(weights(each, ties).detach() for each in LEVELS)):
         owner.copy_(source)
         other.copy_(source)
@@ -567,7 +567,7 @@ def test_a_copy_is_stored_equally(way, form, parameter):
     t = FORMS[form](values(8, 8).bfloat16())
     t = nn.Parameter(t, requires_grad=True) if parameter else t
     made = ways()[way](t)
-    if way == "flatten":  # what compiled code reads: data and scale
+    if way == "flatten":  # inputs of compiled code: data and scale
         t.rest = None
     assert isinstance(made, ScaledTensor) and same(made, t) and made.block_size == t.block_size
     assert isinstance(made, nn.Parameter) is (parameter and way not in ("to", "flatten"))

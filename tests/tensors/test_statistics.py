@@ -72,7 +72,7 @@ def agrees(cast, scale):
     assert (ours.nonzero, ours.flushed, ours.saturated) == tuple(found[n] for n in ("nonzero", "flushed", "saturated"))
     assert ours.binades == binades and ours.amax == cast.values.abs().max()
     assert ours.signal == pytest.approx(found["signal"], rel=1e-6)
-    # of FP32 numbers: the inverse of the scale, the value after the cast and its distance are rounded to 2**-24
+    # rounded FP32 numbers: the inverse of the scale, the value after the cast and its distance, to 2**-24
     rounding = 2.0**-22 * math.sqrt(found["signal"])
     assert abs(math.sqrt(ours.noise) - math.sqrt(found["noise"])) <= rounding
 

@@ -167,7 +167,7 @@ def test_chart_agrees_with_the_plan(capsys):
         assert level.optimizer == "+".join(plan.optimizer_states)
     assert measured["native:dynamic (O0)"].transient_bytes_per_element == 1  # the E4M3 copy
     levels = [measured[f"msamp:{level}"] for level in ("O1", "O2", "O3", "O4")]
-    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]  # O3's weight is that copy
+    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]  # O3's weight is this copy
     assert [level.accumulation_bytes_per_element for level in levels] == [3] * 4
     assert [level.master for level in levels] == ["–", "–", "FP16", "INT8"]
     assert main(["chart", "--json"]) == 0

@@ -112,8 +112,8 @@ def trained(shape, backend, batch, sequence):
     found = audit(model, optimizer)
     static = sum(found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer"))
     parameters = sum(p.numel() for p in model.parameters())
-    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # which `audit` adds to weights
-    names = {*found.products}  # of modules, for experts of Parameters
+    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # added to weights by `audit`
+    names = {*found.products}  # counts of modules, for experts of Parameters
     converted = sum(p.numel() for n, p in model.named_parameters() if {n, n.removesuffix(".weight")} & names)
     optimizer.zero_grad()
     step()
@@ -174,7 +174,7 @@ def test_growth_from_a_few_layers_matches_the_whole_model(config, checkpointing,
         whole = estimates.trace_model(workload, recipe, "none", recipe.name, shape.with_layers(layers), batch)
         grown = growth.at(layers, batch)
         assert grown.resting == whole.resting and grown.saved["gradients"] == whole.saved["gradients"]
-        assert grown.saved == pytest.approx(whole.saved, rel=saved)  # scales that layers share, some bytes each
+        assert grown.saved == pytest.approx(whole.saved, rel=saved)  # scales shared by layers, some bytes each
         assert grown.sizes == pytest.approx(whole.sizes)
         assert estimates.highest(grown)[1] == pytest.approx(estimates.highest(whole)[1], rel=peak)
 

@@ -23,7 +23,7 @@ def trained(folder, model=None, **given):
     return trainer
 
 
-# bytes of an element of the base: as it is; E4M3 codes; MS-AMP's levels, which keep what could train later. The scale
+# bytes of an element of the base: unchanged; E4M3 codes; MS-AMP's levels, which keep trainable precision. The scale
 # of the smallest weight, 32 x 32, adds 4 / 1024
 BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3, "msamp:O4": 2}
 

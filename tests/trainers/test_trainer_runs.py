@@ -203,7 +203,7 @@ def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(l
         trainer = trainer_for(tmp_path, bf16=True, max_steps=2, gradient_checkpointing=checkpointing)
         trainer.train()
         tensors.append(fp8_backends.audit(trainer.model).saved_activations["tensors"])
-    assert tensors == [16, 2]  # of two layers and the last norm, and of the last norm alone
+    assert tensors == [16, 2]  # of two layers and the last norm, and of only the last norm
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O4"])

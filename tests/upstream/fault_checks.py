@@ -462,7 +462,7 @@ def fault_19_the_scaler_is_made_from_its_own_handler():
 @check
 def fault_20_gradients_are_unscaled():
     accelerator, model, x = fp8(MSAMPRecipeKwargs()), mlp(), torch.randn(16, 32)
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # that of CUDA is off where there is none
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # CUDA's is off without a GPU
     model, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.backward(model(x).square().mean())
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)

@@ -56,7 +56,7 @@ SHOWN = {
     "fault_27_conversion_needs_no_accelerator": "Please make sure to properly initialize your accelerator",
     "fault_28_parameters_that_no_plan_names_are_replicated": "cannot import name 'ReplicateParallel'",
 }
-"""Each check, and what the release says in it."""
+"""Each check, and its error in the release."""
 
 
 def outcomes(tree: Path, folder: Path) -> dict[str, str | None]:

@@ -213,7 +213,7 @@ def test_a_missing_folder_is_made_a_cut_line_takes_no_sample_along_and_no_file_s
     model, optimizer = prepared("native:dynamic", file)
     for seed in range(3):
         step(model, optimizer, seed)
-    file.write_text(file.read_text() + '{"step": 4, "rec')  # such as by a kill
+    file.write_text(file.read_text() + '{"step": 4, "rec')  # as after a kill
     step(model, optimizer)
     assert len(samples.read_samples(file).records) == 3
     file.unlink()
@@ -276,7 +276,7 @@ def test_compiled_code_steps_aside_for_a_sampled_step_and_is_not_compiled_again(
     assert stances == ["default", "default", "force_eager", "default", "default"]
     assert frames[0] == frames[-1]
     assert records(tmp_path / "file")[0]["tensors"]["up"]["input"]["elements"] == 32 * 64
-    assert stance() == "force_eager"  # before step 6, which does not come
+    assert stance() == "force_eager"  # before step 6, which never comes
     del model, compiled, optimizer
     gc.collect()
     assert stance() == "default"

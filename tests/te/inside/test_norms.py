@@ -62,7 +62,7 @@ def norms_of(model: nn.Module):
 
 def values() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.tensor([1e-4, 1e-2, 1.0, 100.0]).reshape(4, 1)  # so that eps counts
+    sizes = torch.tensor([1e-4, 1e-2, 1.0, 100.0]).reshape(4, 1)  # to make eps matter
     return (torch.randn(4, N, generator=generator) + 0.5) * sizes
 
 

@@ -65,7 +65,7 @@ class Training:
     def step(self, number: int) -> tuple[float, list[torch.Tensor]]:
         """The loss, and the gradients."""
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(TOKENS, SIZES[0], generator=generator) * 2.0**number  # so that scales move
+        x = torch.randn(TOKENS, SIZES[0], generator=generator) * 2.0**number  # to move scales
         target = torch.randn(TOKENS, SIZES[-1], generator=generator)
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             loss = (self.forward(x).float() - target).square().mean()

@@ -64,7 +64,7 @@ def test_save_state_and_load_state_resume_to_the_bit(tmp_path):
     step(acc, made, optimizer, BATCHES[:3])
     acc.save_state(str(tmp_path))
     unbroken = step(acc, made, optimizer, BATCHES[3:])
-    acc.load_state(str(tmp_path))  # over scales that have moved on
+    acc.load_state(str(tmp_path))  # over moved scales
     assert step(acc, made, optimizer, BATCHES[3:]) == unbroken
     made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
     acc._models, acc._optimizers = acc._models[-1:], acc._optimizers[-1:]

@@ -200,7 +200,7 @@ def test_a_weight_beside_a_converted_one_stays_in_high_precision():
     assert list(root.experts.fp8_weights) == ["down_proj"]
     ours, theirs = (results(model, 0, torch.float32) for model in (root, plain))
     for name, expected in theirs.items():
-        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # of E4M3 and E5M2
+        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # steps of E4M3 and E5M2
 
 
 def test_what_experts_cannot_have_is_named():

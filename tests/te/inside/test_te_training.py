@@ -85,7 +85,7 @@ def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(sca
         assert torch.equal(usual, other)
     usual, other = layers[False][0], layers[True][0]
     assert torch.equal(usual.bias.grad, other.bias.grad)
-    # rows of zeros pad the sum: FP32 addition in another order is all that may differ
+    # rows of zeros pad the sum: only the order of FP32 additions may differ
     torch.testing.assert_close(other.weight.grad, dy.t() @ x, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(usual.weight.grad, dy.t() @ x, rtol=1e-3, atol=1e-3)
     assert "high:wgrad" in repr(other)
@@ -424,7 +424,7 @@ def test_scaling_states_of_other_models_and_impossible_numbers_are_refused(ran):
             known.compute.check_scaling_state(root, before | {last["_scale"]: before[last["_scale"]].to(dtype)})
     assert same(scaling_state(made), before)
     overflowed = {name: tensor.clone() for name, tensor in before.items()}
-    overflowed[last["_amax_history"]][-1] = inf  # what an overflow leaves there
+    overflowed[last["_amax_history"]][-1] = inf  # as after an overflow
     known.compute.check_scaling_state(root, overflowed)
     known.compute.load_scaling_state(root, overflowed)
     assert same(scaling_state(made), overflowed)

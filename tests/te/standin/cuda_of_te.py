@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 capability = (9, 0)
-"""(major, minor) of the device that TransformerEngine believes in; `activate.compute_capability` sets it."""
+"""(major, minor) of TransformerEngine's device, set by `activate.compute_capability`."""
 
 
 def is_available() -> bool:

@@ -135,7 +135,7 @@ def _as_kernel(function):
 
 def _missing(name: str):
     if name.startswith("__") or name in ("flash_attention", "get_attention_backend"):
-        raise AttributeError(name)  # the last two: names that TransformerEngine asks for and does without
+        raise AttributeError(name)  # the last two: names that TransformerEngine looks up and can do without
     return _not_emulated(name)
 
 

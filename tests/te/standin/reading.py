@@ -34,7 +34,7 @@ from . import cuda_of_te
 PACKAGE = "transformer_engine"
 CUDA_VERSION = "13.0"
 ABSENT = ("triton", "onnx", "onnxscript", "einops")
-"""Packages that TransformerEngine imports at its top and that nothing under test runs."""
+"""Packages imported by TransformerEngine at its top, unused under test."""
 _PLACEHOLDERS = f"{__package__}.absent"
 
 

@@ -20,9 +20,9 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 class MachineCode(NamedTuple):
     ptx: str
     registers: int
-    """Of a thread; 255 is the most, and 65,536 of a multiprocessor are shared by its threads."""
+    """Registers of a thread; 255 at most, and the threads of a multiprocessor share 65,536."""
     stack: int
-    """Bytes of local memory of a thread, where what finds no register is spilled, and arrays go."""
+    """Bytes of local memory of a thread, for spills and arrays."""
     shared: int
     """Bytes of shared memory of a program; Hopper has 227 KiB for all programs of a multiprocessor."""
 

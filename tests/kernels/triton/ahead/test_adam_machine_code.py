@@ -47,7 +47,7 @@ def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
     made = of(triton_adam._write_kernel, kind, tmp_path)
     assert made.stack == 0
     assert made.registers * 32 * triton_adam.LIMITS["num_warps"] * PROGRAMS <= OF_A_MULTIPROCESSOR
-    assert 64 in made.widths("ld") or kind == "O4"  # whose elements are bytes
+    assert 64 in made.widths("ld") or kind == "O4"  # with bytes as elements
     assert "fma.rn" not in _outside_divisions(made.ptx)
 
 

@@ -10,7 +10,7 @@ from fp8_backends.kernels import triton_messages
 
 TABLE = {"table_ptr": "*i64", "parts": "i32", "messages_ptr": "*u8"}
 SIZES = {"columns": "i32:16", "stride": "i32:16"}
-"""As they are where a message's bytes are a multiple of 16, which all but the smallest buckets have."""
+"""Aligned as in messages of a multiple of 16 bytes, which all but the smallest buckets have."""
 PACK = {**TABLE, "own_ptr": "*fp32", **SIZES, "rank": "i32"}
 UNPACK = {**TABLE, "scale_inv_ptr": "*fp32", **SIZES}
 SUM = {
@@ -32,7 +32,7 @@ def is_wide(code) -> None:
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
     assert code.widths("st") <= {128, 32, 8}  # 32: the scales
     assert code.stack == 0 and code.registers <= 128
-    assert ".ftz" not in code.ptx  # subnormal numbers stay what they are
+    assert ".ftz" not in code.ptx  # subnormal numbers stay unchanged
 
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])

@@ -21,11 +21,10 @@ CASTS = {"FORMAT": "e4m3", "HAS_FP8_CASTS": True, "stored_scale_inv_ptr": None}
 RECORDS = {"record_ptr": "*i32"}
 
 GIVEN = {"given": "*fp32", "window": "*i32"}
-"""What a rule reads beside the amax."""
+"""Other inputs of a rule, besides the amax."""
 
 IN_FLIGHT = 30_000
-"""Bytes that each of 132 multiprocessors must have asked for at any time: 4.8 TB/s for the 0.8 microseconds that memory
-takes to answer."""
+"""Bytes requested by each of 132 multiprocessors at any time: 4.8 TB/s for memory's latency of 0.8 microseconds."""
 
 
 def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:

@@ -62,7 +62,7 @@ def compiled(monkeypatch):
 
 
 TOKENS = (1, 8, 20, 64, 1600)
-"""Multiples of 16 and others: code for the former alone stores wide in both layouts."""
+"""Multiples of 16 and others: code for only the former stores wide in both layouts."""
 
 
 def test_one_scale(compiled):

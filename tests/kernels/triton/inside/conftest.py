@@ -29,8 +29,8 @@ def the_language_is_patched_once():
     def patch_once(function):
         names = function.__globals__
         if id(names) not in patched:
-            patch_lang(function)  # for good: what this returns would undo it
-            patched[id(names)] = names  # kept, so that no others get its id
+            patch_lang(function)  # for good: its return value would undo it
+            patched[id(names)] = names  # kept, so no other object gets its id
         return interpreter._LangPatchScope()
 
     with pytest.MonkeyPatch.context() as patch:

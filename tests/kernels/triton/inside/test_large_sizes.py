@@ -11,7 +11,7 @@ from triton.runtime.interpreter import interpreter_builder
 from fp8_backends.kernels import triton_backward, triton_matrix, triton_messages
 
 ALMOST = 2**31 - 100
-"""A number of elements to which nothing can be added."""
+"""A number of elements that allows no addition."""
 
 
 @pytest.fixture

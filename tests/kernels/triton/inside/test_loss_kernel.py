@@ -41,7 +41,7 @@ def test_losses_and_gradients(words, dtype, smoothing):
     assert (found_losses.dtype, found.dtype) == (torch.float32, dtype)
     assert torch.allclose(found_losses.double(), losses, rtol=CLOSE, atol=CLOSE)
     assert found[labels == IGNORED].eq(0).all()
-    # one unit: the interpreter cuts off what bf16 has not, and a GPU rounds to nearest
+    # one unit: the interpreter truncates to bf16, and a GPU rounds to nearest
     smallest = torch.finfo(dtype).smallest_normal
     assert torch.allclose(found.double(), gradient, rtol=CLOSE + torch.finfo(dtype).eps, atol=CLOSE * 1e-1 + smallest)
 
@@ -93,5 +93,5 @@ def test_an_fp8_head_runs_on_the_kernels(monkeypatch):
         assert isinstance(logits, DeferredLogits) and logits.pending.output is None
         results.append((loss.detach(), x.grad, linear.weight.grad))
     for found, expected in zip(*results, strict=True):
-        # a gradient of the logits that differs in its last bit may have the next code of E5M2
+        # a gradient of the logits with another last bit may have the next code of E5M2
         assert (found - expected).norm() <= 0.02 * expected.norm()

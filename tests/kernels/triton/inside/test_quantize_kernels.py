@@ -129,9 +129,9 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
     assert len(made) == 2 and not any(each.scale_inv.is_inference() for each in found)
     assert [each.amax.item() for each in found] == [(x * i).abs().max().item() for i in range(1, 14)]
     found[0].scale_inv.mul_(1.0)
-    assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another that waits for backward
+    assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another result waiting for backward
     assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
-    monkeypatch.setattr(triton_gate, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
+    monkeypatch.setattr(triton_gate, "stream_of", lambda tensor: None)  # a CUDA graph, which would reuse them
     triton_matrix.quantize(x, E4M3, one)
     assert len(made) == 3 and made[-1][1] == 1
 

@@ -7,7 +7,7 @@ from torch import nn
 
 _regions = []
 forwards = []
-"""The recipe around each forward of a Linear so far; None where FP8 was off."""
+"""The recipe around each forward of a Linear so far; None without FP8."""
 
 
 @contextmanager
