@@ -119,8 +119,8 @@ def targets_gpu(records: Records) -> str:
     table = rst(header, targets.rows(targets.ON_GPU, records))
     limits = of_records(
         records,
-        {"limits_gpu": "What the chip can do at most, measured in the same run, and the share of it that is reached"},
-        lambda record: rst(["what", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
+        {"limits_gpu": "Limits of the chip, measured in the same run, and the share reached"},
+        lambda record: rst(["figure", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
     )
     return f"{table}\n\n{limits}"
 
@@ -134,7 +134,7 @@ def linear(records: Records) -> str:
             rows.append([*row, each["median_s"] * 1e3, *ratios])
         table = rst(["tokens x in x out", "dtype", "backend", "form", "ms", "time / plain", "time / TorchAO"], rows)
         unpaired = any(not each.get("to_plain", {}).get("paired", True) for each in record["results"])
-        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with that." if unpaired else table
+        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with it." if unpaired else table
 
     names = {
         "linear_cpu": "A linear layer, forward and backward, on a CPU",
@@ -189,7 +189,7 @@ def predicted(records: Records) -> str:
     of_backends = [quoted(each["backend"]) for each in latest["results"]]
     times = [[name, *(by_name.get(what) for what in names)] for name, by_name in zip(of_backends, spent, strict=True)]
     parts.append(rst(["backend", *names], times))
-    parts.append("Kernels that a decoder layer launches, and the megabytes that they move, at first and now:")
+    parts.append("Kernels launched by a decoder layer, and the megabytes they move, at first and now:")
     earlier = {each["backend"]: each for each in first["results"]} if first else {}
     costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
     header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "calls of an eager Linear"]
@@ -252,7 +252,7 @@ def kernels(records: Records) -> str:
             rows.append([each["kernel"], shape, rate, percent(each["share_of_copy"], sign=False)])
         return rst(["kernel", "matrix", "GB/s", "of a copy's bandwidth"], rows)
 
-    return of_records(records, {"quantize_gpu": "Kernels that quantize a bf16 matrix on a GPU"}, made)
+    return of_records(records, {"quantize_gpu": "Kernels quantizing a bf16 matrix on a GPU"}, made)
 
 
 def communication(records: Records) -> str:
@@ -283,7 +283,7 @@ def memory(records: Records) -> str:
         return rst(["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows)
 
     title = "Peak memory of a whole training step, a Llama of 115 M parameters with one short sequence, on a CPU"
-    longer = "The same with a sequence of 2,560 tokens, whose activations are half of bf16's peak"
+    longer = "The same with a sequence of 2,560 tokens: activations are half of bf16's peak"
     return of_records(records, {"memory_cpu": title, "memory_long_cpu": longer}, made)
 
 
@@ -313,7 +313,7 @@ def finetune(records: Records) -> str:
                 rows.append([f"{each['lr']:.0e}".replace("e-0", "e-"), quoted(each["backend"]), shown, moved])
         return rst(["learning rate", "backend", f"gap to {plain(record)}, nats", "moved"], rows)
 
-    title = "A fine-tune with small learning rates; `moved` is the update along that without FP8, after training"
+    title = "A fine-tune with small learning rates; `moved` is the update along the one without FP8, after training"
     return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
 
 
@@ -508,18 +508,18 @@ def reliability(records: Records) -> str:
         rows.append([what, *(told(latest) if latest else ["not yet measured", None]), quoted(f"{command}.py")])
     named = [name.partition("_cpu_") for name in sorted(records)]
     machines = dict.fromkeys(where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY)
-    table = rst(["what is tried", "how often", "what went wrong", "command"], rows)
+    table = rst(["test", "how often", "result", "command"], rows)
     return "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)]) if machines else table
 
 
 def _kills(record: dict) -> list[str]:
     kills, failed = (sum(each[key] for each in record["results"]) for key in ("kills", "failed"))
-    return [f"{kills} kills", f"{failed} resumed otherwise than to the bit"]
+    return [f"{kills} kills", f"{failed} not resumed to the bit"]
 
 
 def _damage(record: dict) -> list[str]:
     damaged, refused = (sum(each[key] for each in record["results"]) for key in ("damaged", "refused"))
-    return [f"{damaged} damaged files", f"{damaged - refused} loaded in silence"]
+    return [f"{damaged} damaged files", f"{damaged - refused} silently loaded"]
 
 
 def _crafted(record: dict) -> list[str]:
@@ -581,7 +581,7 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
     "cache_attacks": ("the cache of compiled code, attacked", _cache_attacks),
     "fuzz": ("bad strings, fields, files and commands", _fuzz),
     "faults": ("faults of training, planted under a guard", _faults),
-    "soak": ("long trainings, and much making and dropping", _soak),
+    "soak": ("long trainings, and objects created and dropped", _soak),
     "threads": ("threads, forked and spawned processes", _threads),
     "monitor_cost": ("the monitor's cost", _monitor_cost),
     "advise": ("advice for models in trouble", _advise),
@@ -602,7 +602,7 @@ def summary(records: Records) -> str:
     caption = (
         textwrap.fill(f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}.", 120) if machines else None
     )
-    return "\n\n".join(filter(None, [rst(["what", "measured"], rows), caption]))
+    return "\n\n".join(filter(None, [rst(["figure", "measured"], rows), caption]))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -198,7 +198,7 @@ ON_CPU = (
     Target(
         "the same / ``torch.optim.AdamW(fused=True)``", ratio_of("optimizer_cpu", "to_fused", step="O2"), at_most=3.5
     ),
-    Target("its bytes / those of FP32", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
+    Target("its bytes / FP32's", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
     Target(
         "adapter / hand-written TorchAO loop", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02
     ),
@@ -344,7 +344,7 @@ def _gpu_times(record: dict) -> str:
 
 SUMMARY = (
     Figure(
-        "bytes that training keeps for each weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
+        "training bytes per weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
         "memory_cpu",
         _bytes,
     ),
