@@ -43,8 +43,8 @@ def stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
 
 
 def scales_and_amaxes(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale_inv of each block of elements, and max |x| of the block, or of its stored roots (uint8); FP32
-    [blocks]."""
+    """The scale_inv of each block of elements, and max |x| of these, or of their roots where these are what is stored
+    (uint8); FP32 [blocks]."""
     values, scale_inv = tensor.dequantize(torch.float32).abs().flatten(), tensor._scale_inv.flatten().clone()
     values = values.sqrt() if tensor._data.dtype == torch.uint8 else values
     missing = -values.numel() % (tensor.block_size or values.numel())

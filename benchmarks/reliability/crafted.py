@@ -209,7 +209,7 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
             if key == 4 and isinstance(states[name], ScaledTensor):
                 for fault, number in SCALES.items():
                     yield Case(f"scale of {name}", fault, _refilled(key, name, "_scale_inv", number))
-                if states[name]._data.dtype != torch.uint8:  # all of its codes are numbers
+                if states[name]._data.dtype != torch.uint8:  # all of whose codes are numbers
                     yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
                 gradient = put(lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name))
                 yield Case(name, "a scaled gradient", gradient)

@@ -181,7 +181,7 @@ def check_microbatches():
             if name in exact:
                 error = _relative(whole(p.grad), whole(exact[name]))
                 assert error <= 0.055, (each_travels, name, error)
-        optimizer.step()  # which casts accumulated microbatches
+        optimizer.step()  # which casts what microbatches have accumulated
         assert local_part(model.mix.weight.grad)._data.dtype == torch.float8_e4m3fn
 
 

@@ -1,4 +1,4 @@
-"""Delete optional features: the package trains without them, and refuses recipes with their fields."""
+"""Delete optional features: the package trains without them, and refuses recipes that set their fields."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_package_trains_without_features_and_refuses_their_fields(tmp_path, dele
 
 
 def test_each_event_of_a_feature_is_run_and_explained():
-    """The registry would ignore a misspelt event."""
+    """A misspelt event would be ignored."""
     sources = [path.read_text(encoding="utf-8") for path in Path(fp8_backends.__file__).parent.rglob("*.py")]
     events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}
     assert events == {event for functions in FEATURES.values() for event in functions}

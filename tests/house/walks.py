@@ -1,4 +1,4 @@
-"""Print the files on four ways through the package: `python tests/house/walks.py`.
+"""Print the files of the package through which four things pass: `python tests/house/walks.py`.
 
 The tracer lists, in order, each file with a function that receives the thing as an argument; "returns" counts the
 calls that enter such a file again from another one, and "in all" every file that ran. This is a report and no test.
@@ -23,7 +23,7 @@ ROOT = Path(fp8_backends.__file__).parent
 
 
 def walk(action: Callable[[], object], follows: Callable[[object], bool]) -> tuple[list[str], set[str]]:
-    """Run `action`; return the files with an argument accepted by `follows`, in the order of calls, and all files."""
+    """Run `action`; return the files with an argument that `follows` accepts, in the order of calls, and all files."""
     files: list[str] = []
     every: set[str] = set()
 

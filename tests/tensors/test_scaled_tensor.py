@@ -567,7 +567,7 @@ def test_a_copy_is_stored_equally(way, form, parameter):
     t = FORMS[form](values(8, 8).bfloat16())
     t = nn.Parameter(t, requires_grad=True) if parameter else t
     made = ways()[way](t)
-    if way == "flatten":  # inputs of compiled code: data and scale
+    if way == "flatten":  # what compiled code reads: data and scale
         t.rest = None
     assert isinstance(made, ScaledTensor) and same(made, t) and made.block_size == t.block_size
     assert isinstance(made, nn.Parameter) is (parameter and way not in ("to", "flatten"))

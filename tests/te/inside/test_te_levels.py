@@ -86,7 +86,7 @@ def test_bytes_products_and_plain_exports(level):
     weights = [model[index].weight for index in (0, 2, 4)]
     assert all(isinstance(weight, ScaledTensor) for weight in weights)
     assert weights[0]._data.dtype == (torch.float8_e4m3fn if level in IN_E4M3 else torch.float16)
-    codes = has.compute.weight_codes(model[0])  # contents of a checkpoint of codes
+    codes = has.compute.weight_codes(model[0])  # what a checkpoint of codes holds
     assert (codes is not None) == (level in IN_E4M3)
     assert codes is None or torch.equal(codes.codes.view(torch.uint8), weights[0]._data.view(torch.uint8))
     state = model.state_dict()

@@ -22,15 +22,15 @@ def numpy_computes_with_inf_and_nan_as_a_gpu_does():
 
 @pytest.fixture(autouse=True, scope="session")
 def the_language_is_patched_once():
-    """Patch Triton's language once: the interpreter replaces all its operations by NumPy's at every launch and every
-    call inside a kernel, half of its time."""
+    """Else the interpreter looks through all of Triton's language and puts NumPy's operations in their places at every
+    launch and at every call of a function inside of a kernel, which takes half of its time."""
     patch_lang, patched = interpreter._patch_lang, {}
 
     def patch_once(function):
         names = function.__globals__
         if id(names) not in patched:
-            patch_lang(function)  # for good: its return value would undo it
-            patched[id(names)] = names  # kept, so no other object gets its id
+            patch_lang(function)  # for good: what this returns would undo it
+            patched[id(names)] = names  # kept, so that no others get its id
         return interpreter._LangPatchScope()
 
     with pytest.MonkeyPatch.context() as patch:
