@@ -1,10 +1,10 @@
-"""Fourteen architectures that people train, each with a batch and a loss, built from configurations without a download.
+"""Build fourteen widely trained architectures, each with a batch and a loss, from configurations without a download.
 
     model = build("whisper")                             # transformers' class, weights of a fixed seed
     loss = loss_of(model, batch("whisper"))
 
 `size` is "tiny" (seconds, for tests) or "small" (some ten million parameters, for measurements of memory). Dropout is
-off, so that runs repeat. transformers and diffusers are imported when a model is built.
+off, so runs repeat. transformers and diffusers are imported when a model is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = ("tiny", "small")
 
 @dataclass
 class Architecture:
-    """How one model is built, fed, and made to give a scalar."""
+    """Describe a model's construction, inputs and scalar output."""
 
     library: str
     model_class: str
@@ -34,7 +34,7 @@ class Architecture:
     sizes: dict[str, dict[str, Any]]
     """Keywords of the configuration, by size."""
     inputs: str
-    """What a batch is: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`, `latents`, `sentences`."""
+    """Kind of a batch: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`, `latents`, `sentences`."""
     rows: dict[str, int]
     """Sequences, images or clips in a batch, by size."""
 
@@ -177,7 +177,7 @@ ARCHITECTURES = {
     "minilm": Architecture("transformers", "BertModel", "BertConfig", _BERT, "sentences", _TEXT_ROWS),
 }
 """`unet` is the conditional UNet of diffusers, `resnet` the convnet, and `minilm` the encoder of sentence-transformers'
-MiniLM (a `BertModel`), trained as there: means of the last states, in pairs that shall lie close together."""
+MiniLM (a `BertModel`), trained as there: means of the last states, in pairs to bring together."""
 
 
 def build(name: str, size: str = "tiny", seed: int = 0) -> nn.Module:
@@ -223,7 +223,7 @@ def batch(name: str, size: str = "tiny", rows: int | None = None, seed: int = 1)
 
 
 def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the model predicts: scores, a denoised sample, or sentence embeddings."""
+    """Return the model's predictions: scores, a denoised sample, or sentence embeddings."""
     if "sample" in inputs:
         inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     output = model(**inputs)
@@ -233,7 +233,7 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A scalar with a graph: transformers' own loss where it has one."""
+    """Return a scalar with a graph: transformers' own loss if there is one."""
     labels = inputs.get("labels")
     if "sample" in inputs:
         return F.mse_loss(outputs(model, inputs).float(), labels)
@@ -244,7 +244,7 @@ def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class WithLoss(nn.Module):
-    """A model whose forward returns its loss alone."""
+    """Return only the loss from forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -260,9 +260,9 @@ _ATTENTION = ("bmm", "baddbmm", "scaled_dot_product")
 
 
 def flops_share(name: str, layers: Iterable[str], size: str = "tiny") -> float:
-    """What these layers make, 0 to 1, of the FLOPs that a training step of a plain model spends on products with
-    weights, by `torch.utils.flop_counter`: the part that vanishes when they are taken out. Products of two activations,
-    those of attention, do not count."""
+    """Return these layers' share, 0 to 1, of a plain training step's FLOPs in products with weights, by
+    `torch.utils.flop_counter`: the part that vanishes without them. Products of two activations, as in attention, do
+    not count."""
     model, inputs = build(name, size), batch(name, size)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the counter does not know grouped products
@@ -282,6 +282,6 @@ def _weight_flops(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
 
 
 def _without_product(module: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """A result of the layer's shape that depends on its inputs and Parameters, without a product."""
-    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))  # experts: those of their input
+    """Return a result of the layer's shape from its inputs and Parameters, without a product."""
+    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))  # experts: rows of their input
     return x[..., :1].expand(*x.shape[:-1], features) + sum(each.sum() for each in (*others, *module.parameters()))

@@ -1,8 +1,8 @@
-"""How does training speed hold up with more ranks, in bf16 and in FP8? The table of AWS's measurement, per backend.
+"""Measure training speed with more ranks, in bf16 and in FP8: the table of AWS's measurement, per backend.
 
     benchmarks/by_ranks.py --nproc 1,2,4,8
 
-Each rank has the same micro-batch whatever their number. Columns, by these formulas alone:
+Each rank has the same micro-batch for any number of ranks. Columns, by these formulas:
 
 * tokens/s/GPU: tokens of one rank's step over the median time of a step
 * decrease: 1 - tokens/s/GPU over the same backend's with the fewest ranks
@@ -41,7 +41,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def worker(arguments) -> None:
-    """On one rank: every backend's speed, peak and loss; the first rank writes them down."""
+    """Measure every backend's speed, peak and loss on one rank; the first rank writes them."""
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
@@ -58,7 +58,7 @@ def worker(arguments) -> None:
     else:
         attempt = Attempts()
         found = in_turn(names, make, arguments, lambda found: None, attempt)
-        attempt.end()  # where one rank failed the others' figures mean nothing
+        attempt.end()  # after a failed rank the others' figures are meaningless
     kept = ("median_s", "min_s", "max_s", "runs", "tokens_per_second", "peak_bytes", "flops_share", "drift")
     results = []
     for (backend, form), each in found.items():
@@ -71,7 +71,7 @@ def worker(arguments) -> None:
 
 
 def launch(ranks: int, arguments) -> list[dict]:
-    """Results of all backends on so many ranks."""
+    """Return the results of all backends on this many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -87,10 +87,10 @@ def launch(ranks: int, arguments) -> list[dict]:
 
 
 def compared(results: list[dict], precision: str) -> list[dict]:
-    """Each with `decrease`, `faster` and `loss_above`, as shares; see the formulas above.
+    """Add `decrease`, `faster` and `loss_above` as shares; see the formulas above.
 
     Args:
-        precision: what the last two are relative to, `bf16` or `fp32`.
+        precision: the baseline of the last two, `bf16` or `fp32`.
     """
     by = {(each["ranks"], each["backend"]): each for each in results}
     fewest: dict[str, int] = {}

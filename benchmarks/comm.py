@@ -1,17 +1,17 @@
-"""What does it cost to add up gradients over ranks in FP8, in FP32 and in bf16?
+"""Measure the sum of gradients over ranks in FP8, in FP32 and in bf16.
 
     python benchmarks/comm.py                                                          two ranks on this CPU, over gloo
     python -m torch.distributed.run --nproc_per_node 8 benchmarks/comm.py              GPUs, over NCCL
 
-For each size: seconds and bytes sent of an all-reduce (what DDP does) and a reduce-scatter (what FSDP2 does) of FP32
-gradients that travel in FP8, in bf16 (cast, added up and cast back, as DDP's own bf16 hook does) and as they are, and
-their ratios in this run. Bytes are read from a trace. On one machine without a network the bytes cost little, so the
-ratios of seconds there show the work on top, and those of bytes what a network is spared.
+For each size: seconds and bytes sent of an all-reduce (DDP's collective) and a reduce-scatter (FSDP2's) of FP32
+gradients, sent in FP8, in bf16 (cast, summed and cast back, like DDP's own bf16 hook) and in FP32, with ratios of this
+run. Bytes come from a trace. On one machine without a network bytes cost little: ratios of seconds show the added work,
+and ratios of bytes the saving of a network.
 
-Then the passes that make and read FP8 messages, alone: their bandwidth as a share of that of a copy in the same run.
+Then the passes that write and read FP8 messages: their bandwidth as a share of a copy's in the same run.
 
-`--trace FILE` writes a Chrome trace (chrome://tracing, ui.perfetto.dev) of steps under DDP, and prints for how much of
-the time in which gradients travel backward computes.
+`--trace FILE` writes a Chrome trace (chrome://tracing, ui.perfetto.dev) of steps under DDP, and prints the share of
+communication time that overlaps with backward.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measured(name: str, elements: int, device: str, runs: int) -> dict:
     calls = COLLECTIVES[name](gradient)
     seconds = interleaved(calls, runs)
     sent = {form: sent_bytes(call) for form, call in calls.items()}
-    if name == "reduce-scatter":  # gloo makes an all-reduce of it; this is what it takes
+    if name == "reduce-scatter":  # gloo runs an all-reduce instead; this is its time
         others = 1 - 1 / dist.get_world_size()
         sent |= {"bf16": round(2 * elements * others), "FP32": round(4 * elements * others)}
     return {
@@ -94,7 +94,7 @@ def measured(name: str, elements: int, device: str, runs: int) -> dict:
 
 
 def passes(elements: int, device: str, runs: int) -> dict:
-    """Of the passes of one all-reduce over two ranks, without any wire. All count the bytes that they must move."""
+    """Time the passes of one all-reduce over two ranks, without communication. All count the minimum of bytes moved."""
     gradient, copied = torch.randn(elements, device=device), torch.empty(elements, device=device)
     columns = elements // 2
     sent, own = messages.pack([Part(gradient, 0)], 2, columns, 0, rounded=True)
@@ -155,11 +155,11 @@ def trace(path: str, device: str, backend: str, layers: int, width: int, rows: i
 
 
 def overlap(events: list[dict]) -> dict:
-    """Of the time in which collectives of gloo or NCCL run, for how much backward computes."""
+    """Return the share of the time of gloo's or NCCL's collectives that overlaps with backward."""
     timed = [(e["name"], e.get("cat", ""), e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
     travels = [(begin, end) for name, _, begin, end in timed if name.startswith(("gloo:", "ncclDevKernel"))]
     kernels = [(name, begin, end) for name, category, begin, end in timed if category == "kernel"]
-    if kernels:  # what runs beside gradients on their way is backward, but for the passes over messages
+    if kernels:  # backward is everything that overlaps with gradient messages, except the passes over messages
         backward = [(begin, end) for name, begin, end in kernels if not name.startswith(("nccl", *MESSAGE_KERNELS))]
     else:
         backward = [(begin, end) for name, _, begin, end in timed if BACKWARD.search(name)]
@@ -174,7 +174,7 @@ def overlap(events: list[dict]) -> dict:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """Spans that do not overlap, in order."""
+    """Merge overlapping spans, in order."""
     last: tuple[float, float] | None = None
     for begin, end in sorted(spans):
         if last is not None and begin <= last[1]:

@@ -1,13 +1,14 @@
-"""Does training on several ranks end where bf16's ends (FP32's on a CPU without bf16 products), under DDP and FSDP2?
+"""Compare final losses of training on several ranks with bf16's (FP32's on a CPU without bf16 products), under DDP and
+FSDP2.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
-A backend may have fields behind it, as in "native:rowwise enable_fsdp_float8_all_gather=True".
+A backend may carry fields, as in "native:rowwise enable_fsdp_float8_all_gather=True".
 
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
 its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
-training under the same engine with a 95 % interval, the bytes that one rank stores for an element of a converted
-weight, and those that a rank sends in one whole step, beside what plain training in FP32 sends under DDP.
+training under the same engine with a 95 % interval, the bytes stored by a rank per element of a converted weight, and
+the bytes sent by a rank in one whole step, relative to plain FP32 training under DDP.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.tools.compare.workload import Settings, TrainingText, build_model, defaults, load_text
 
 MEASURED = 3
-"""The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""
+"""The step with counted bytes: the first ones create states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
 GATHERED = ",".join(
     f"native:{rule} enable_fsdp_float8_all_gather=True" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8")
 )
-"""Rows of FSDP2 alone."""
+"""Rows only under FSDP2."""
 
 
 def recipe_of(backend: str) -> FP8RecipeKwargs:

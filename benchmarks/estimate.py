@@ -1,21 +1,20 @@
-"""How far is `fp8-backends estimate` from what training takes?
+"""Compare `fp8-backends estimate` with live training.
 
-Three models, each backend: a whole training step is run, and its bytes are compared with the estimate made from the
-model's configuration alone.
+For three models and each backend, run a whole training step and compare its bytes with the estimate from the model's
+configuration.
 
-* static: weights, masters, gradients and optimizer states, as `audit` reads them from the live model. What `audit` adds
-  to them, copies from forward to backward, is left out on both sides.
+* static: weights, masters, gradients and optimizer states, as `audit` reads them from the live model. Copies from
+  forward to backward, added by `audit`, are excluded on both sides.
 * peak: the highest moment of the third step (on a GPU the allocator's, on a CPU the profiler's).
 
 `--ranks 2` does the same for a small Llama on that many processes, under DDP and FSDP2, through Accelerate: static and
-peak of rank 0, and the bytes that a rank sends. Over gloo, which has no reduce-scatter, FSDP2's plain gradients take
-an all-reduce, twice the bytes; the estimate is of a reduce-scatter.
+peak of rank 0, and the bytes sent by a rank. Over gloo, without a reduce-scatter, FSDP2's plain gradients take an
+all-reduce, twice the bytes; the estimate assumes a reduce-scatter.
 
-`estimated_and_measured_peak` compares the peak for any other model, also one that no configuration of transformers
-describes.
+`estimated_and_measured_peak` compares the peak of any other model, with or without a configuration of transformers.
 
-On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; what FSDP2 sends is
-estimated in bf16 all the same, which is what Accelerate sets for FP8.
+On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; FSDP2's traffic is still
+estimated in bf16, Accelerate's setting for FP8.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def workloads() -> dict:
 
 
 def small_llama():
-    """That of `fp8-backends compare`."""
+    """Return the Llama of `fp8-backends compare`."""
     from transformers import LlamaConfig
 
     from fp8_backends.tools.compare.workload import SMALL
@@ -120,7 +119,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def peak(self) -> int:
-        """Bytes at the highest moment of a step, of which there was one before."""
+        """Return the bytes at the highest moment of a step, after an earlier one."""
         from fp8_backends.tools.compare.measuring import peak_memory
 
         return peak_memory(self.step, self.model, self.optimizer)
@@ -146,7 +145,7 @@ def training_of(name: str, backend: str, engine: str) -> Training:
 
 
 def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend: str) -> tuple[int, int]:
-    """The peak memory of a training step with AdamW, of any model with a loss.
+    """Estimate and measure the peak memory of a training step with AdamW, for any model with a loss.
 
     Args:
         build_model: makes the model, in FP32 on the CPU. Its forward takes the inputs by name, and returns the loss,
@@ -177,14 +176,14 @@ def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend
 
 
 def asked_of(backend: str) -> Any:
-    """What the estimate is asked for: this backend, with what runs around FP8 on this machine."""
+    """Return the estimate's arguments: this backend, with this machine's precision around FP8."""
     from fp8_backends import FP8RecipeKwargs
 
     return backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=plain())
 
 
 def _take_fsdp2() -> None:
-    """As Accelerate does on GPUs, where it is asked for FSDP2; on ranks without a GPU it would take DDP."""
+    """Choose FSDP2 like Accelerate on GPUs; on ranks without a GPU it would choose DDP."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -216,14 +215,14 @@ def measure(name: str, backend: str, engine: str = "none") -> dict:
 
 
 def _bucket_bytes(model: torch.nn.Module) -> int:
-    """Of DDP's buckets, which a profiler of one step does not see, since they were made before."""
+    """Return the bytes of DDP's buckets: created earlier, they are missing in one step's profile."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or torch.cuda.is_available():
         return 0
     return sum(map(int, model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "0").split(",")))
 
 
 def static_bytes(model: torch.nn.Module, optimizer) -> int:
-    """Of weights, masters, gradients and optimizer states, on this rank."""
+    """Return the bytes of weights, masters, gradients and optimizer states on this rank."""
     from fp8_backends.evidence.auditing import stored_bytes
     from fp8_backends.torch_tools.optimizers import unwrapped
 
@@ -240,7 +239,7 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
 
 
 def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
-    """The estimate beside what was measured."""
+    """Pair the estimate with the measurement."""
     from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
     config, batch, sequence, checkpointing = workloads()[name]

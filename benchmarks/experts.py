@@ -1,9 +1,9 @@
-"""Do mixtures of experts train at the levels as in bf16, and what does an element of their weights take?
+"""Compare mixtures of experts at the levels with bf16: losses, and bytes per element of their weights.
 
 Four families of transformers, small, over Python's own sources, one token a byte. Each backend has the same initial
 weights, batches and schedule (a warm-up, then cosine to zero) for each seed; held-out losses are compared in pairs,
-with their 95 % interval. Bytes are those of the memory that holds the 3-D Parameters of the experts, what makes them
-exact, their gradients and their optimizer states, when the last step has ended.
+with their 95 % interval. Bytes cover the experts' 3-D Parameters, masters or residuals, gradients and optimizer states
+after the last step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES = {
     "DeepseekV3": {**_LATENT, **_ROUTED, "num_key_value_heads": 4, "moe_intermediate_size": 64},
     "GptOss": {**_GROUPED, "num_local_experts": 4},
 }
-"""Beginnings of the classes' names, with what each configuration has of its own."""
+"""Prefixes of the classes' names, with each configuration's own fields."""
 
 
 def build(family: str, sequence: int, seed: int) -> torch.nn.Module:
@@ -44,7 +44,7 @@ def build(family: str, sequence: int, seed: int) -> torch.nn.Module:
 
 
 def train(unit: tuple) -> dict:
-    """One run of one family and backend with one seed."""
+    """Run one family and backend with one seed."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -81,7 +81,7 @@ def bytes_per_element(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def summarized(runs: list[dict], reference: str) -> list[dict]:
-    """One row a family and backend, the reference first."""
+    """Return one row per family and backend, the reference first."""
     losses: dict[tuple[str, str], dict[int, float]] = {}
     for run in runs:
         losses.setdefault((run["family"], run["backend"]), {})[run["seed"]] = run["held_out_loss"]

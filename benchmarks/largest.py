@@ -1,10 +1,9 @@
-"""What is the largest micro-batch and the largest model that a backend can train in a given memory, and how many
-tokens a second does it make at its own best batch?
+"""Find a backend's largest micro-batch and largest model in a given memory, and its tokens a second at its best batch.
 
-Two sizes are trained and their peaks continued as a line; the size that it predicts is tried, and then its neighbours,
-until one fits and the next does not. On a GPU a size fits if a whole step with AdamW's states ends without running out
-of memory; on a CPU if the tensors of that step stay within `--memory`. The largest model has more decoder layers of
-the same shape, at a batch of one.
+Train two sizes and extrapolate their peaks by a line; try the predicted size, then its neighbours, until one fits and
+the next does not. On a GPU a size fits if a whole step with AdamW's states completes within memory; on a CPU if the
+tensors of this step stay within `--memory`. The largest model has more decoder layers of the same shape, at a batch of
+one.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from step import runnable
 from training import SHAPES, Text, Training, device, free
 
 MOST_TRIES = 10
-"""Beyond the first two. After that the exact size is given up, which `exact_batch` and `exact_layers` say."""
+"""Trials beyond the first two. After them the exact size is given up, as noted in `exact_batch` and `exact_layers`."""
 
 
 class Probe:
-    """Trains a backend at some size and says whether it fits."""
+    """Train a backend at some size and tell if it fits."""
 
     def __init__(self, backend: str, form: str, arguments, text: Text) -> None:
         self.backend, self.form, self.arguments, self.text = backend, form, arguments, text
@@ -35,7 +34,7 @@ class Probe:
             raise SystemExit("--memory: without a GPU, how many bytes there are has to be said")
 
     def run(self, batch: int, layers: int | None) -> dict | None:
-        """Peak bytes, tokens a second and parameters; None where the size does not fit."""
+        """Return peak bytes, tokens a second and parameters; None for a size that does not fit."""
         try:
             found = self._train(batch, layers)
         except torch.OutOfMemoryError:
@@ -62,7 +61,7 @@ class Probe:
 
 
 def largest(probe: Callable[[int], dict | None], memory: float) -> tuple[int, dict[int, dict | None]]:
-    """The largest size that fits (0: none), and what was found at each size that was tried."""
+    """Return the largest size that fits (0: none), and the results of each tried size."""
     tried = {size: probe(size) for size in (1, 2)}
     for _ in range(MOST_TRIES):
         fits = sorted(size for size, found in tried.items() if found)
@@ -74,8 +73,8 @@ def largest(probe: Callable[[int], dict | None], memory: float) -> tuple[int, di
 
 
 def _next_size(fits: list[int], too_large: int | None, tried: dict, memory: float) -> int:
-    """Where the line through the two largest that fit reaches the memory. The peak bends upwards where another part of
-    the step begins to decide it, so what a line promises beyond a size that was too large is halved."""
+    """Return the intersection of memory with the line through the two largest fitting sizes. The peak bends upwards
+    when another part of the step dominates it, so a promise beyond a failed size is halved."""
     best = fits[-1]
     (below, low), (_, high) = ((size, tried[size]["peak_bytes"]) for size in fits[-2:])
     growth = max(1, (high - low) / (best - below))

@@ -1,6 +1,7 @@
-"""How far do the levels end from plain training? The model and the text of `fp8-backends compare`, run by that command.
+"""Compare final losses of the levels with plain training, on the model and text of `fp8-backends compare`, run by this
+command.
 
-Its seeds, schedule, held-out windows and paired 95 % intervals; what this keeps of its results is one row a backend.
+Its seeds, schedule, held-out windows and paired 95 % intervals; the record keeps one row per backend.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from fp8_backends.tools.compare.comparison import RESULTS
 
 
 def compared(arguments) -> dict:
-    """What the command has found."""
+    """Return the command's results."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fp8_backends", "compare", "--output", folder]
         for name in ("backends", "reference", "seeds", "steps", "lr"):
             value = getattr(arguments, name)
             command += [f"--{name}", str(value)] if value else []
         ended = subprocess.run(command).returncode
-        if ended not in (0, 1):  # 1: a check has failed, and the figures say which
+        if ended not in (0, 1):  # 1: a check has failed, named in the figures
             raise SystemExit(ended)
         return json.loads(Path(folder, RESULTS).read_text())
 
 
 def found_of(results: dict) -> list[dict]:
-    """One row a backend that has trained, the reference first."""
+    """Return one row per trained backend, the reference first."""
     found = []
     for row in (row for row in summary.rows(results) if row.seeds_done):
         gap = row.gap and {

@@ -1,9 +1,9 @@
-"""How long does one linear layer take, forward and backward, in FP8 against a plain one and against TorchAO's own?
+"""Time one linear layer, forward and backward, in FP8, plain, and with TorchAO.
 
-All run interleaved in one process, eager and compiled; a ratio is to another's time in the same round, below 1 is
+All run interleaved in one process, eager and compiled; a ratio refers to another's time in the same round, below 1 is
 faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same through it. Each dtype, of weights,
-inputs and results, is measured by itself: by default bf16, or FP32 on a CPU without bf16 products. A plain bf16 layer
-takes a minute there: it runs once, eager alone, and every round is compared with that.
+inputs and results, is measured separately: by default bf16, or FP32 on a CPU without bf16 products. A plain bf16 layer
+takes a minute there: it runs once, eager, and every round is compared with it.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def first_step(*of):
 
 
 def only_step(*of) -> list[float]:
-    """Seconds of the first step, of what would take another minute each round."""
+    """Return the seconds of the first step, for code that would take another minute each round."""
     return interleaved({"": layer_step(*of)}, runs=1, warmup=0)[""]
 
 
 def compared(own: list[float], other: list[float]) -> dict:
-    """The ratio paired by round; where one of the two ran once, each round is paired with that, which is said."""
+    """Return the ratio paired by round; a single run is paired with each round, with a notice."""
     rounds = max(len(own), len(other))
     found = ratio(*(seconds * (rounds // len(seconds)) for seconds in (own, other)))
     return found if len(own) == len(other) else found | {"paired": False}
@@ -84,7 +84,7 @@ def compared(own: list[float], other: list[float]) -> dict:
 def measure(
     shape: tuple[int, int, int], name: str, arguments: argparse.Namespace, device: str, attempt: Attempts
 ) -> list[dict]:
-    """One result for each backend and form that runs here, in the dtype of this name."""
+    """Return one result per available backend and form, in this dtype."""
     from fp8_backends.compute import hardware
 
     torch._dynamo.reset()  # one shape's code says nothing about the next: no dynamic sizes

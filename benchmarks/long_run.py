@@ -1,10 +1,10 @@
-"""Does a long run at a level go where FP32's goes, and do the scales of what it stores follow their values?
+"""Compare a long run at a level with FP32's, and check that stored scales follow their values.
 
 A small Llama over Python's own sources, one token a byte, for 20,000 steps: for FP32 and every backend the same initial
-weights, batches and schedule (a warm-up, then cosine to zero). Held-out losses are taken at points along the way. As
-often, each scale of a stored weight, a gradient or an optimizer's state is looked at: the range of all of a kind, how
-many have changed, and how many are stuck. A scale is stuck if it has not changed since max |x| of its own elements was
-more than four times as large or as small.
+weights, batches and schedule (a warm-up, then cosine to zero). Held-out losses are taken at points along the way. At
+the same points each scale of a stored weight, gradient or optimizer state is inspected: the range per kind, and the
+numbers of changed and of stuck scales. A scale is stuck if it stays constant while max |x| of its elements changes by
+more than a factor of four.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STUCK = 4.0
-"""A scale that stays as it is while its amax changes by more than this factor is stuck."""
+"""A scale is stuck if it stays constant while its amax changes by more than this factor."""
 
 
 def build(arguments) -> torch.nn.Module:
@@ -34,7 +34,7 @@ def build(arguments) -> torch.nn.Module:
 
 
 def stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, ScaledTensor]]:
-    """(kind, name, tensor) of everything that has scales: weights, their gradients, and states of the optimizer."""
+    """Yield (kind, name, tensor) of every tensor with scales: weights, their gradients, and optimizer states."""
     for name, parameter in model.named_parameters():
         of = {"weight": parameter.detach(), "gradient": parameter.grad, **optimizer.state.get(parameter, {})}
         for kind, tensor in of.items():
@@ -52,14 +52,14 @@ def scales_and_amaxes(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class Scales:
-    """What has become of all scales of a run: their range by kind, and those that are stuck."""
+    """Track all scales of a run: their range by kind, and the stuck ones."""
 
     def __init__(self) -> None:
         self.since: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
         """(kind, name) -> (scale_inv, amax when this scale_inv was first seen)."""
         self.points: list[dict] = []
         self.stuck: dict[str, int] = {}
-        """Looks at which a scale was stuck, by `kind name`."""
+        """Inspections with a stuck scale, by `kind name`."""
 
     def look(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ranges: dict[str, list[float]] = {}
@@ -95,7 +95,7 @@ def held_out_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
 
 
 def train(unit: tuple) -> dict:
-    """One run of one backend."""
+    """Run one backend."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

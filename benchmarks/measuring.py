@@ -1,7 +1,7 @@
-"""What every benchmark here shares: interleaved timing, ratios with their interval, resident memory, what FP8 is
-compared with, a JSON record of the machine.
+"""Share between benchmarks: interleaved timing, ratios with their interval, resident memory, the baseline of FP8, a
+JSON record of the machine.
 
-Run as a script it prints the name of this CPU's features, which its records bear.
+As a script, print the name of this CPU's features, used in the names of its records.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 OTHERS = ("triton", "bitsandbytes", "fp8-backends")
-"""Distributions whose versions a record names beside those of `hardware.LIBRARIES`."""
+"""Distributions with versions in a record, besides `hardware.LIBRARIES`."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""What trains without FP8, by the name that stands for a backend's."""
+"""Training without FP8, by the name used in place of a backend's."""
 _BF16_FEATURES = {
     "amx_bf16": "amx_bf16",
     "avx512_bf16": "avx512_bf16",
@@ -36,12 +36,12 @@ _BF16_FEATURES = {
     "bf16": "neon_bf16",
     "sve_bf16": "neon_bf16",
 }
-"""By capability, as `torch.cpu.get_capabilities` names it; the best first, the last two are Arm's."""
+"""By capability, as named by `torch.cpu.get_capabilities`; the best first, the last two are Arm's."""
 
 
 def cpu_features() -> str:
-    """By what PyTorch computes on this CPU as it is set now: `avx512_bf16` and the like where bf16 products are in
-    hardware, else `avx2`, `avx512`, `neon`, …"""
+    """Return the instructions used by PyTorch on this CPU in its current setting: `avx512_bf16` and the like with bf16
+    products in hardware, else `avx2`, `avx512`, `neon`, …"""
     from fp8_backends.compute import hardware
 
     capabilities = hardware._cpu_capabilities()
@@ -51,22 +51,22 @@ def cpu_features() -> str:
 
 
 def switched() -> str:
-    """What was switched by hand, so that PyTorch does not use all that this CPU has; empty if nothing was."""
+    """Return manual switches that keep PyTorch from using all of this CPU; empty if there are none."""
     vectors = os.environ.get("ATEN_CPU_CAPABILITY")
     parts = [f"ATEN_CPU_CAPABILITY={vectors}" if vectors else "", "" if torch.backends.mkldnn.enabled else "oneDNN off"]
     return ", ".join(filter(None, parts))
 
 
 def plain(device: str | None = None) -> str:
-    """Without FP8, what trains fast on this machine's device, or on another: `bf16`, or `fp32` on a CPU without bf16
-    products. FP8 is compared with it, and Accelerate computes in it around FP8."""
+    """Return the fast precision without FP8 on this machine's device, or on another: `bf16`, or `fp32` on a CPU without
+    bf16 products. It is FP8's baseline, and Accelerate's precision around FP8."""
     from fp8_backends.compute import hardware
 
     return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def precision_of(backend: str, **fields) -> dict:
-    """What `Accelerator` takes for a backend with fields of its recipe, or for `bf16` or `fp32` without FP8."""
+    """Return `Accelerator`'s argument for a backend with recipe fields, or for `bf16` or `fp32` without FP8."""
     if backend in DTYPES:
         return {"mixed_precision": "bf16" if backend == "bf16" else "no"}
     import fp8_backends
@@ -98,9 +98,9 @@ def synchronize() -> None:
 
 
 def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0, calls: int = 1) -> dict[str, list[float]]:
-    """Seconds of each function over `runs` rounds. Each round runs all of them, in a new random order, so that a drift
-    of the machine's speed meets all alike. calls: how often between two readings of the clock, before which the device
-    is waited for; seconds are of one call."""
+    """Return the seconds of each function over `runs` rounds. Each round runs all of them, in a new random order, so a
+    drift of the machine's speed affects all equally. calls: number of calls between two clock readings, each after a
+    device synchronization; seconds are per call."""
     names, order = list(functions), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmup + runs):
@@ -117,7 +117,7 @@ def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0, call
 
 
 def ratio(numerator: list[float], denominator: list[float], resamples: int = 4000) -> dict:
-    """Median of the ratios paired by round, with a 95 % bootstrap interval of that median."""
+    """Return the median of the ratios paired by round, with a 95 % bootstrap interval."""
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples))
@@ -139,13 +139,13 @@ def summary(seconds: list[float]) -> dict:
 
 
 class Attempts:
-    """Runs what may fail, one backend after another: what fails is said and remembered, and the run goes on."""
+    """Run one backend after another: report and remember failures, and continue."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
 
     def __call__(self, label: str, function: Callable, *arguments) -> Any:
-        """What the function returns; None if it raises. A library that is not installed is no failure."""
+        """Return the function's result; None if it raises. A missing library is no failure."""
         try:
             return function(*arguments)
         except ImportError as error:
@@ -163,7 +163,7 @@ class Attempts:
 
 
 def settle() -> None:
-    """Give freed memory back to the system, as far as the C library can be asked to."""
+    """Return freed memory to the system, as far as the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -181,7 +181,7 @@ def resident() -> dict[str, int]:
 
 
 def reset_highest() -> bool:
-    """Let the system forget this process's highest resident memory; False where it cannot."""
+    """Reset the system's record of this process's highest resident memory; False if it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -190,7 +190,7 @@ def reset_highest() -> bool:
 
 
 def write_json(path: str | None, record: dict) -> None:
-    """Write the record with the machine's description; nothing when no path was given."""
+    """Write the record with the machine's description; do nothing without a path."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")

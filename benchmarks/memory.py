@@ -1,17 +1,17 @@
-"""What is the peak memory of a whole training step, of each level against FP32 weights under bf16 autocast (plain FP32
-on a CPU without bf16 products)?
+"""Measure the peak memory of a whole training step at each level, relative to FP32 weights under bf16 autocast (plain
+FP32 on a CPU without bf16 products).
 
 A Llama with random weights of at least 100 M parameters, nearly all in Linears, and one short sequence: weights,
-gradients and states dominate, activations do not. Each level has a process of its own, which first trains one layer
-of the same width, so that imports and compiled code are there before anything is counted. Then, of the whole model:
+gradients and states dominate, activations do not. Each level has a separate process, which first trains one layer of
+the same width, to exclude imports and compiled code. Then, of the whole model:
 
-* step 1 makes the optimizer's states; `audit` reads the bytes of each element of the converted weights, and those of
-  the activations that were kept in FP8.
-* step 2: the resident memory of the process at its highest, beyond what it was before the model was made.
-* step 3: the tensors at their highest, as the allocator sees them.
+* step 1 creates the optimizer's states; `audit` reads bytes per element of converted weights, and the bytes of
+  activations saved in FP8.
+* step 2: the highest resident memory of the process, minus its value before the model.
+* step 3: the allocator's highest memory of tensors.
 
-With a longer sequence activations count: `--sequence 2048 --saved-activations off,fp8` measures each level with both,
-and `--gradient-release off,on` with and without gradients that wait for the step.
+Longer sequences include activations: `--sequence 2048 --saved-activations off,fp8` measures each level with both, and
+`--gradient-release off,on` with and without gradients kept for the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
 
 
 def fields(backend: str, arguments) -> dict[str, str | bool]:
-    """The recipe's fields that are not what they are by default."""
+    """Return the recipe's non-default fields."""
     released = {"gradient_release": True} if arguments.gradient_release == "on" else {}
     saved = {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
     return {**saved, **released}
@@ -117,8 +117,8 @@ def measure(backend: str, arguments) -> dict:
 
 
 def in_own_process(backend: str, saved: str, released: str, arguments) -> dict:
-    """`measure` in a new process, whose C library takes blocks of 64 KB and more from the system and gives them back
-    when they are freed: else resident memory would tell of its reserves, not of the step."""
+    """Run `measure` in a new process with a C library that returns blocks of 64 KB and more to the system at once:
+    otherwise resident memory would include its reserves."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, "--worker", backend]
     command += ["--saved-activations", saved, "--gradient-release", released]

@@ -1,14 +1,14 @@
-"""Do architectures that people train (`architectures.py`) train with each backend, and is what is said of them true?
+"""Train widely used architectures (`architectures.py`) with each backend, and verify its reports on them.
 
 For every architecture and backend:
 
 * the tiny form takes some steps on one batch with Accelerate, and its loss must fall;
-* the FP8 share of its audit is compared with that of `torch.utils.flop_counter`;
-* it is saved with `save_pretrained`, loaded by the stock library, and the predictions of both must be equal to the bit,
-  once the trained model is restored;
-* of the small form, the peak memory of a training step is estimated, and measured.
+* the FP8 share of its audit is compared with `torch.utils.flop_counter`;
+* it is saved with `save_pretrained` and loaded by the stock library; after restoring the trained model, both
+  predictions must agree bitwise;
+* the peak memory of a training step of the small form is estimated and measured.
 
-Of published shapes, a training step is traced on tensors without memory, as `fp8-backends estimate` does.
+Published shapes are traced for a training step on tensors without memory, like in `fp8-backends estimate`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from measuring import precision_of, table, write_json
 
 BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
 SHAPES = {"GPT-NeoX 20B": "GPTNeoXConfig", "Llama 2 7B": "LlamaConfig", "Mixtral 8x7B": "MixtralConfig"}
-"""Published shapes, which are the defaults of these classes of transformers."""
+"""Published shapes, the defaults of these classes of transformers."""
 
 
 def trained(name: str, backend: str, steps: int) -> dict:
-    """Losses, both shares, and whether what was saved predicts the same."""
+    """Return losses, both shares, and if the saved model predicts the same."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -57,7 +57,7 @@ def trained(name: str, backend: str, steps: int) -> dict:
 
 
 def _predicts_the_same(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether the stock library loads what the trained model saves, and predicts the same to the bit."""
+    """Tell if the stock library loads the saved model and predicts the same bits."""
     import fp8_backends
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""How long does an optimizer step over MS-AMP's states take, against `torch.optim.AdamW(fused=True)` over FP32,
-TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory?
+"""Time an optimizer step over MS-AMP's states, relative to `torch.optim.AdamW(fused=True)` over FP32, TorchAO's and
+bitsandbytes' low-bit AdamW, and a copy in memory.
 
-All run interleaved in one process over as many elements; the ratios are to the other's time in the same round. Bytes
-moved are those of a step's reads and writes if nothing is kept in caches: one pass for the levels. The share is that of
-the rate at which a copy moves them.
+All run interleaved in one process over the same number of elements; ratios refer to the other's time in the same round.
+Bytes moved are a step's reads and writes without caches: one pass for the levels. The share is relative to a copy's
+rate.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
 
 
 class Level(NamedTuple):
-    """The formats of what a level stores; None: FP32."""
+    """Describe the formats of a level; None: FP32."""
 
     weight: Format
-    """O3: of the master."""
+    """At O3 the master's format."""
     exp_avg: Format | None = None
     exp_avg_sq: Format | None = None
     block_size: int = 0
-    """Of exp_avg, and of exp_avg_sq where that is ROOT8."""
+    """Block size of exp_avg, and of exp_avg_sq in ROOT8."""
     copied: bool = False
-    """Whether an E4M3 copy of the weight is made."""
+    """True to write an E4M3 copy of the weight."""
 
 
 LEVELS = {
@@ -123,7 +123,7 @@ def peer_step(name: str, numel: int, tensors: int, device: str) -> Step:
 
 
 def peer_steps(numel: int, tensors: int, device: str) -> dict[str, Step]:
-    """Of the peers that run here; why another does not is printed."""
+    """Return the available peers; print the reason for each missing one."""
     steps = {}
     if numel < COMPARED_FROM:
         print(f"not run: {', '.join(PEERS)}: below {COMPARED_FROM} elements they are calls and compiling alone")
@@ -131,20 +131,20 @@ def peer_steps(numel: int, tensors: int, device: str) -> dict[str, Step]:
     for name in PEERS:
         try:
             steps[name] = peer_step(name, numel, tensors, device)
-        except Exception as error:  # a peer that is not installed, or not for this device
+        except Exception as error:  # a missing peer, or one without support for this device
             print(f"not run: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     return steps
 
 
 def copy_step(numel: int, device: str) -> Step:
-    """Of four bytes an element, each read and written."""
+    """Copy four bytes per element, each read and written."""
     source = torch.randn(numel, device=device)
     target = torch.empty_like(source)
     return Step(lambda: target.copy_(source), None, 8.0)
 
 
 def result(name: str, step: Step, seconds: dict[str, list[float]], elements: int, copied: float) -> dict:
-    """One step's figures. copied: bytes an element that the copy moves."""
+    """Return one step's figures. copied: bytes per element moved by the copy."""
     found = {"step": name, "bytes": step.bytes, "moved": step.moved, **summary(seconds[name])}
     found["nanoseconds_per_element"] = found["median_s"] / elements * 1e9
     for key, other in (("to_fused", FUSED), ("to_torchao", TORCHAO)):

@@ -1,8 +1,8 @@
-"""What does going through Accelerate with the `ao` backend cost, against a hand-written TorchAO loop?
+"""Measure the cost of Accelerate with the `ao` backend, relative to a hand-written TorchAO loop.
 
 Both train the same Llama-shaped model on the same batches; steps alternate in random order, paired by round. Each loop
-has several instances, made in turn, and a round takes their sum: where a model comes to lie in memory alone makes two
-equal loops differ by a per cent. Target: the upper end of the ratio's interval at most 1.02.
+has several instances, created in turn, and a round takes their sum: a model's memory addresses make two equal loops
+differ by a per cent. Target: the upper end of the ratio's interval at most 1.02.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""How long does `prepare` take, does its time grow with the layers and no faster, and what memory does it add?
+"""Measure the time of `prepare`, its growth with the number of layers, and its added memory.
 
-* N small Linears and twice as many, in turn, by the median of the rounds' ratios. Target: 4,000 at most 2.2 times
-  2,000.
+* N small Linears and 2 N of them, in turn, by the median of the rounds' ratios. Target: 4,000 at most 2.2 times 2,000.
 * A Llama of 8 billion parameters on the meta device. Target: seconds.
-* Real weights in a few large Linears, in a process of its own for each backend: the highest resident memory beyond
-  what was there before, over the bytes of all weights. A second copy of the weights would be 1; a level needs one
-  layer's new storage, and then gives its old one back.
+* Real weights in a few large Linears, in a separate process for each backend: the added highest resident memory over
+  the bytes of all weights. A second copy of the weights would be 1; a level needs one layer's new storage before it
+  frees the old one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def seconds_of(model: nn.Module, backend: str) -> float:
     import fp8_backends
 
     gc.collect()
-    gc.disable()  # a full collection scans everything that is loaded, and falls into one run and not into another
+    gc.disable()  # a full collection scans all objects, in one run and not in another
     start = time.perf_counter()
     fp8_backends.prepare(model, None, backend)
     seconds = time.perf_counter() - start
@@ -62,7 +61,8 @@ def on_meta(backend: str, layers: int) -> dict:
 
 
 def added_memory(backend: str, layers: int, width: int) -> dict:
-    """Of real FP32 weights, in this process: whose highest resident memory is reset before `prepare`."""
+    """Return the added memory for real FP32 weights in this process, with its highest resident memory reset before
+    `prepare`."""
     seconds_of(linears(2, 64), backend)
     model = linears(layers, width)
     weights = sum(p.nbytes for p in model.parameters())
@@ -76,8 +76,8 @@ def added_memory(backend: str, layers: int, width: int) -> dict:
 
 
 def in_own_process(backend: str, arguments) -> dict:
-    """`added_memory` where the C library takes blocks from the system and gives them back when they are freed: else
-    resident memory would tell of its reserves."""
+    """Run `added_memory` with a C library that returns freed blocks to the system at once: otherwise resident memory
+    would include its reserves."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, "--worker", backend]
     command += ["--large-layers", str(arguments.large_layers), "--large-width", str(arguments.large_width)]

@@ -1,9 +1,9 @@
-"""What does a whole training step cost in FP8 against bf16: tokens a second, peak memory, and what loss does it reach?
+"""Compare a whole training step in FP8 with bf16: tokens a second, peak memory, and the loss.
 
 A Llama-shaped model through stock Accelerate (FP32 weights and states, bf16 autocast; a level stores its own), AdamW,
 the same batches of text for every backend. On a CPU without bf16 products FP32 takes the place of bf16. `--together`
-keeps all models in memory and takes their steps in turn; without it one follows the other, the plain one comes once
-more at the end, and `drift` is what that changed.
+keeps all models in memory and takes their steps in turn; without it one follows the other, the plain one runs again at
+the end, and `drift` is its change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training import SHAPES, Text, Training, device, free
 
 
 def describe(training: Training, losses: list[torch.Tensor], seconds: list[float]) -> dict:
-    """What one backend's run comes to. The losses are of one step each; the last is a mean over a fifth of them."""
+    """Summarize one backend's run. Losses are of single steps; the last is a mean over a fifth of them."""
     import fp8_backends
 
     values = [loss.item() for loss in losses]
@@ -48,8 +48,8 @@ def together(names: list[tuple[str, str]], make, arguments) -> dict:
 
 
 def alone(training: Training, arguments) -> dict:
-    """Steps without another model beside. Several run between two readings of the clock, and take its mean: what waits
-    for the device after every step measures the way to it as well."""
+    """Take steps without another model in memory. Several run between two clock readings, and count as their mean: a
+    device synchronization after every step would measure its latency as well."""
     losses = [training.step() for _ in range(arguments.warmup)]
     seconds: list[float] = []
     while len(seconds) < arguments.steps:
@@ -76,7 +76,7 @@ def in_turn(names: list[tuple[str, str]], make, arguments, keep, attempt: Attemp
 
 
 def results_of(found: dict) -> list[dict]:
-    """The list that is kept: each with its ratios to the plain step in the same form, above 1 is faster."""
+    """Return the recorded list: each with its ratios to the plain step in the same form, above 1 is faster."""
     results = []
     for (backend, form), each in found.items():
         reference = found.get((plain(), form))
@@ -102,8 +102,7 @@ def printed(results: list[dict]) -> str:
 
 
 def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
-    """Every backend in every form, the plain one first; a backend whose library is not on this machine is named, not
-    hidden."""
+    """Return every backend in every form, the plain one first; a backend without its library is named, not hidden."""
     import fp8_backends
 
     names = []

@@ -1,16 +1,15 @@
-"""The tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides, from the records in
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone, the
-guide to models the table `models`, and the one to reliability `reliability`.
-A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
-and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
-these have records, else of the first by name. Every table names the machine, the versions and the date, and has
-losses beside speeds where something was trained.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has only the table `summary`, the
+guide to models `models`, and the guide to reliability `reliability`. A question without a record prints `not yet
+measured`. CPU questions have a table per recorded kind of CPU, and the targets read one CPU with bf16 products and one
+without: the usual two, `targets.USUAL`, if recorded, else the first by name. Every table names the machine, the
+versions and the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RESULTS = HERE / "results"
 GUIDES = HERE.parent / "fp8_backends" / "docs"
 DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", GUIDES / "models.rst", GUIDES / "reliability.rst")
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
-"""Libraries whose versions stand above a table."""
+"""Libraries with versions above a table."""
 
 
 def rst(header: list[str], rows: list[list]) -> str:
@@ -44,7 +43,7 @@ def rst(header: list[str], rows: list[list]) -> str:
 
 def _text(cell: object) -> str:
     if cell in (None, "-"):
-        return "\N{EN DASH}"  # a hyphen alone would begin a list
+        return "\N{EN DASH}"  # a lone hyphen would begin a list
     return (
         f"{cell:.3g}"
         if isinstance(cell, float) and abs(cell) < 100
@@ -55,12 +54,13 @@ def _text(cell: object) -> str:
 
 
 def cpu(features: str) -> str:
-    """What the name of a CPU's features says."""
+    """Expand the name of a CPU's features."""
     return features if targets.has_bf16(features) else f"{features}: without bf16 products"
 
 
 def where(record: dict, features: str = "") -> str:
-    """Machine, versions and date of a record, as half a sentence; of a CPU its features, which the file's name says."""
+    """Return machine, versions and date of a record, as half a sentence; for a CPU its features from the file's
+    name."""
     machine = record["machine"]
     chip, gpus, threads = machine["chip"], machine.get("gpus", 0), machine["torch_threads"]
     if gpus > 1:
@@ -83,8 +83,8 @@ def quoted(backend: str) -> str:
 
 
 def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
-    """One table for each record that there is, under its title; a sentence for each that is missing. Of a CPU's those
-    of all kinds of CPU, the usual ones first."""
+    """Return one table per record, under its title; a sentence per missing record. For a CPU, all kinds of CPU, the
+    usual ones first."""
     parts = []
     for name, title in names.items():
         on_cpu = name.endswith("_cpu")
@@ -100,7 +100,7 @@ def of_records(records: Records, names: dict[str, str], made: Callable[[dict], s
 
 
 def plain(record: dict) -> str:
-    """What FP8 is compared with in a record, as text."""
+    """Return the baseline of FP8 in a record, as text."""
     return "FP32" if record.get("precision") == "fp32" else "bf16"
 
 
@@ -119,8 +119,8 @@ def targets_gpu(records: Records) -> str:
     table = rst(header, targets.rows(targets.ON_GPU, records))
     limits = of_records(
         records,
-        {"limits_gpu": "What the chip can do at most, measured in the same run, and the share of it that is reached"},
-        lambda record: rst(["what", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
+        {"limits_gpu": "Limits of the chip, measured in the same run, and the share reached"},
+        lambda record: rst(["figure", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
     )
     return f"{table}\n\n{limits}"
 
@@ -134,7 +134,7 @@ def linear(records: Records) -> str:
             rows.append([*row, each["median_s"] * 1e3, *ratios])
         table = rst(["tokens x in x out", "dtype", "backend", "form", "ms", "time / plain", "time / TorchAO"], rows)
         unpaired = any(not each.get("to_plain", {}).get("paired", True) for each in record["results"])
-        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with that." if unpaired else table
+        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with it." if unpaired else table
 
     names = {
         "linear_cpu": "A linear layer, forward and backward, on a CPU",
@@ -168,7 +168,7 @@ def step(records: Records) -> str:
 
 
 def predicted(records: Records) -> str:
-    """What `ahead/predict.py` says of a step on a GPU, beside what was measured; and what it said at first."""
+    """Pair `ahead/predict.py`'s step on a GPU with the measured one, and with the first prediction."""
     latest, first = records.get("ahead_H200"), records.get("ahead_H200_before")
     if latest is None:
         return "A step on a GPU: not yet predicted, and not yet measured."
@@ -189,7 +189,7 @@ def predicted(records: Records) -> str:
     of_backends = [quoted(each["backend"]) for each in latest["results"]]
     times = [[name, *(by_name.get(what) for what in names)] for name, by_name in zip(of_backends, spent, strict=True)]
     parts.append(rst(["backend", *names], times))
-    parts.append("Kernels that a decoder layer launches, and the megabytes that they move, at first and now:")
+    parts.append("Kernels launched by a decoder layer, and the megabytes they move, at first and now:")
     earlier = {each["backend"]: each for each in first["results"]} if first else {}
     costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
     header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "calls of an eager Linear"]
@@ -252,7 +252,7 @@ def kernels(records: Records) -> str:
             rows.append([each["kernel"], shape, rate, percent(each["share_of_copy"], sign=False)])
         return rst(["kernel", "matrix", "GB/s", "of a copy's bandwidth"], rows)
 
-    return of_records(records, {"quantize_gpu": "Kernels that quantize a bf16 matrix on a GPU"}, made)
+    return of_records(records, {"quantize_gpu": "Kernels quantizing a bf16 matrix on a GPU"}, made)
 
 
 def sums(records: Records) -> str:
@@ -310,7 +310,7 @@ def memory(records: Records) -> str:
         return rst(["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows)
 
     title = "Peak memory of a whole training step, a Llama of 115 M parameters with one short sequence, on a CPU"
-    longer = "The same with a sequence of 2,560 tokens, whose activations are half of bf16's peak"
+    longer = "The same with a sequence of 2,560 tokens: activations are half of bf16's peak"
     return of_records(records, {"memory_cpu": title, "memory_long_cpu": longer}, made)
 
 
@@ -340,7 +340,7 @@ def finetune(records: Records) -> str:
                 rows.append([f"{each['lr']:.0e}".replace("e-0", "e-"), quoted(each["backend"]), shown, moved])
         return rst(["learning rate", "backend", f"gap to {plain(record)}, nats", "moved"], rows)
 
-    title = "A fine-tune with small learning rates; `moved` is the update along that without FP8, after training"
+    title = "A fine-tune with small learning rates; `moved` is the update along the one without FP8, after training"
     return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
 
 
@@ -481,7 +481,7 @@ def estimate(records: Records) -> str:
 
 
 def models(records: Records) -> str:
-    """One row for each model of each record, over all of its backends."""
+    """Return one row per model of each record, over all of its backends."""
     tables = []
     for features in targets.features_of(records, "models_cpu"):
         record, by_model = records[f"models_cpu_{features}"], {}
@@ -527,7 +527,7 @@ def _range(values: list[float]) -> str | None:
 
 
 def reliability(records: Records) -> str:
-    """One row for each command of `benchmarks/reliability`, of the latest record that there is of it."""
+    """Return one row per command of `benchmarks/reliability`, from its latest record."""
     rows = []
     for command, (what, told) in RELIABILITY.items():
         found = [records[f"{command}_cpu_{each}"] for each in targets.features_of(records, f"{command}_cpu")]
@@ -535,18 +535,18 @@ def reliability(records: Records) -> str:
         rows.append([what, *(told(latest) if latest else ["not yet measured", None]), quoted(f"{command}.py")])
     named = [name.partition("_cpu_") for name in sorted(records)]
     machines = dict.fromkeys(where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY)
-    table = rst(["what is tried", "how often", "what went wrong", "command"], rows)
+    table = rst(["test", "how often", "result", "command"], rows)
     return "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)]) if machines else table
 
 
 def _kills(record: dict) -> list[str]:
     kills, failed = (sum(each[key] for each in record["results"]) for key in ("kills", "failed"))
-    return [f"{kills} kills", f"{failed} resumed otherwise than to the bit"]
+    return [f"{kills} kills", f"{failed} not resumed to the bit"]
 
 
 def _damage(record: dict) -> list[str]:
     damaged, refused = (sum(each[key] for each in record["results"]) for key in ("damaged", "refused"))
-    return [f"{damaged} damaged files", f"{damaged - refused} loaded in silence"]
+    return [f"{damaged} damaged files", f"{damaged - refused} silently loaded"]
 
 
 def _crafted(record: dict) -> list[str]:
@@ -608,12 +608,12 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
     "cache_attacks": ("the cache of compiled code, attacked", _cache_attacks),
     "fuzz": ("bad strings, fields, files and commands", _fuzz),
     "faults": ("faults of training, planted under a guard", _faults),
-    "soak": ("long trainings, and much making and dropping", _soak),
+    "soak": ("long trainings, and objects created and dropped", _soak),
     "threads": ("threads, forked and spawned processes", _threads),
     "monitor_cost": ("the monitor's cost", _monitor_cost),
     "advise": ("advice for models in trouble", _advise),
 }
-"""By command: what it tries, and what its record says."""
+"""By command: its subject, and a reader of its record."""
 
 
 def summary(records: Records) -> str:
@@ -629,7 +629,7 @@ def summary(records: Records) -> str:
     captions = [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
     for name in {row.file for row in targets.SUMMARY_ON_GPU} & set(records):
         captions.insert(0, f"GPU figures are from one {where(records[name])}.")
-    return "\n\n".join([rst(["what", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
+    return "\n\n".join([rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -1,8 +1,8 @@
-"""What was to be shown, on a CPU and on a GPU, and what the records of the benchmarks say to it.
+"""Compare targets on a CPU and on a GPU with the benchmarks' records.
 
-Each target is a row of data: which record, how the figure is read from it, and its bound. A figure whose record is
-missing is not yet measured; a miss stays a miss. CPUs with bf16 products have other targets than those without, and
-each kind of CPU has records of its own.
+Each target is a row of data: a record, a reader of its figure, and a bound. A figure without a record is not yet
+measured; a miss stays a miss. CPUs with bf16 products have other targets than CPUs without, and each kind of CPU has
+separate records.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from measuring import cpu_features, table
 Records = dict[str, dict]
 """By the name of the file without its ending, such as `linear_cpu_avx512_bf16` or `step_1b_gpu`."""
 USUAL = ("avx512_bf16", "avx2")
-"""The CPUs that the documents are about, one with bf16 products and one without: by their features."""
+"""The two documented CPUs, one with bf16 products and one without, by features."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One figure and its bound. `read` takes all records and raises LookupError where one lacks what it asks for."""
+    """Define one figure and its bound. `read` takes all records and raises LookupError if an entry is missing."""
 
     what: str
     read: Callable[[Records], float]
@@ -57,13 +57,13 @@ def load(folder: Path) -> Records:
 
 
 def has_bf16(features: str) -> bool:
-    """Whether a CPU whose records bear this name multiplies bf16 in hardware."""
+    """Tell if a CPU with this name in its records multiplies bf16 in hardware."""
     return features.endswith("bf16")
 
 
 def features_of(records: Records, file: str | None = None) -> list[str]:
-    """Of the CPUs that have records, or a record of one question, such as `linear_cpu`: the usual ones first, then by
-    name."""
+    """Return the CPUs with records, or with a record of one question, such as `linear_cpu`: the usual ones first, then
+    by name."""
     split = [name.partition("_cpu_") for name in records]
     found = {features for question, _, features in split if features and file in (None, f"{question}_cpu")}
     return sorted(found, key=lambda features: (features not in USUAL, not has_bf16(features), features))
@@ -94,7 +94,7 @@ def figure(file: str, key: str, **wanted) -> Callable[[Records], float]:
 
 
 def tokens(records: Records, file: str, backend: str, form: str) -> float:
-    """Tokens a second; of `native`, `te` and `ao` alone those of the fastest of its rules that was measured."""
+    """Return tokens a second; for bare `native`, `te` and `ao` the fastest measured rule's."""
     rates = [
         each["tokens_per_second"]
         for each in records[file]["results"]
@@ -150,8 +150,8 @@ def best_linear(backend: str) -> Callable[[Records], float]:
 
 
 def step_limit(file: str, backend: str, form: str) -> Callable[[Records], float]:
-    """Share of the tokens a second that a step would make if its products with weights ran at the chip's peaks, its
-    attention at bf16's, and all else took no time."""
+    """Return the share of tokens a second reached by a step with products with weights at the chip's peaks, attention
+    at bf16's, and everything else free."""
 
     def read(records: Records) -> float:
         found = one(records[file]["results"], backend=backend, form=form)
@@ -164,7 +164,7 @@ def step_limit(file: str, backend: str, form: str) -> Callable[[Records], float]
 
 
 def quantize_share(kernel: str) -> Callable[[Records], float]:
-    """Of the copy's bandwidth, over the largest matrix."""
+    """Return the share of the copy's bandwidth, for the largest matrix."""
 
     def read(records: Records) -> float:
         of_kernel = [each for each in records["quantize_gpu"]["kernels"] if each["kernel"] == kernel]
@@ -176,7 +176,7 @@ def quantize_share(kernel: str) -> Callable[[Records], float]:
 
 
 def two_shot_bytes(records: Records) -> float:
-    """Of the largest gradient."""
+    """Return the bytes for the largest gradient."""
     reduced = [each for each in records["comm_cpu"]["collectives"] if each["collective"] == "all-reduce"]
     return max(reduced, key=lambda each: each["elements"])["bytes_over"]["FP32"]
 
@@ -198,7 +198,7 @@ ON_CPU = (
     Target(
         "the same / ``torch.optim.AdamW(fused=True)``", ratio_of("optimizer_cpu", "to_fused", step="O2"), at_most=3.5
     ),
-    Target("its bytes / those of FP32", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
+    Target("its bytes / FP32's", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
     Target(
         "adapter / hand-written TorchAO loop", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02
     ),
@@ -212,7 +212,7 @@ ON_CPU = (
         at_most=1.3,
     ),
 )
-"""With bf16 products. The largest over all backends, where no backend is named."""
+"""Claims for CPUs with bf16 products. The largest over all backends, unless a backend is named."""
 
 ON_CPU_WITHOUT_BF16 = (
     Target(
@@ -268,7 +268,7 @@ PREDICTED = {
         ("msamp:O2", rule, rule),
     )
 } | {"msamp:O2 / bf16, peak bytes, eager": ON_GPU[5]}
-"""What is measured, by the name of its prediction."""
+"""Measured figures, by the name of their prediction."""
 
 AGAINST_LIMITS = (
     Target("bf16 product, TFLOP/s", lambda records: bf16_peak(records) / 1e12),
@@ -284,12 +284,12 @@ AGAINST_LIMITS = (
     Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16", "compiled")),
     Target("step of Llama 1B, ``native:dynamic``, compiled / its limit", step_limit(_1B, "native:dynamic", "compiled")),
 )
-"""Shares of what the chip can do at most, measured in the same run. Not targets: no bound."""
+"""Shares of the chip's limits, measured in the same run. Not targets: no bound."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the summary in `README.rst`. `read` makes its text and raises LookupError without a record."""
+    """Define one row of the summary in `README.rst`. `read` makes its text and raises LookupError without a record."""
 
     what: str
     file: str
@@ -350,7 +350,7 @@ def _peak_on_gpu(result: dict) -> str:
 
 SUMMARY = (
     Figure(
-        "bytes that training keeps for each weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
+        "training bytes per weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
         "memory_cpu",
         _bytes,
     ),
@@ -387,7 +387,7 @@ SUMMARY_ON_GPU = (
 
 
 def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:
-    """What, figure, bound, verdict."""
+    """Return rows of claim, figure, bound, verdict."""
     found = []
     for target in targets:
         value = target.value(records)
@@ -397,7 +397,7 @@ def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:
 
 
 def report(targets: tuple[Target, ...], records: Records) -> str:
-    """`rows` as plain text; without the columns of bounds and verdicts where no target has a bound."""
+    """Return `rows` as plain text; without bounds and verdicts if no target has a bound."""
     found = [[cell.replace("``", "") for cell in row] for row in rows(targets, records)]
     if all(target.bound() == "-" for target in targets):
         return table(["against the limit of the hardware", "measured"], [row[:2] for row in found])

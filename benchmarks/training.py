@@ -1,5 +1,4 @@
-"""Llama-shaped models that train through stock Accelerate on real text: what `step.py`, `largest.py` and `by_ranks.py`
-measure."""
+"""Train Llama-shaped models through stock Accelerate on real text, for `step.py`, `largest.py` and `by_ranks.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ SHAPES = {
 }
 """Llama 3's 1B and layers of its 8B."""
 SMALL_VOCABULARY = 32000
-"""Of those two: with Llama 3's own 128,256 the head would be a third of the work of four layers."""
+"""Vocabulary of these two: with Llama 3's own 128,256 words the head would be a third of the work of four layers."""
 VOCABULARY = {"tiny": 256, "small": 256}
 
 
@@ -75,14 +74,14 @@ def fsdp2():
 
 
 class Training:
-    """A model and its optimizer, prepared by `Accelerator` for one backend, that train step by step.
+    """Train a model, prepared with its optimizer by `Accelerator` for one backend, step by step.
 
     Args:
         backend: `bf16` or `fp32`, or a string of this package.
-        form: `compiled` compiles each decoder layer by itself, after one eager step, in which products are proven.
-            All layers then share one piece of code, whatever the depth.
-        layers: in place of the shape's own.
-        engine: what joins several ranks, `ddp` or `fsdp2`.
+        form: `compiled` compiles each decoder layer separately, after one eager step for the proof. All layers then
+            share one piece of code, at any depth.
+        layers: replaces the shape's own.
+        engine: `ddp` or `fsdp2`, for several ranks.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Training:
         self.text, self.batch, self.form, self.steps = text, batch, form, itertools.count()
 
     def step(self) -> torch.Tensor:
-        """One training step on the next batch; the loss [], on the device."""
+        """Take one training step on the next batch; return the loss [], on the device."""
         rank, step = self.accelerator.process_index, next(self.steps)
         if self.form == "compiled" and step == 1:
             for layer in self.accelerator.unwrap_model(self.model).model.layers:
@@ -136,7 +135,7 @@ class Training:
 
 
 def free() -> None:
-    """After a `Training` is gone: cycles collected, and the allocator's cache given back."""
+    """Free memory after a `Training` is dropped: collect cycles, and return the allocator's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""For tests that make Accelerators in the process of pytest: its state, empty for each of them."""
+"""Reset Accelerate's process state for each test with an Accelerator in pytest's own process."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def check(make, steps=1):
 
 
 def check_non_finite_gradient(case, bad):
-    """The gradient of one parameter counts as zero, and the others are stepped as ever."""
+    """Count the gradient of one parameter as zero, and step the others normally."""
 
     def make():
         first, *others = jobs(case)

@@ -1,4 +1,4 @@
-"""For all tests: what saves time, and an environment that says nothing about FP8."""
+"""Save time in all tests, and clear the environment's FP8 variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts one that waits
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each compiling process starts a waiting one
 
 import distributed  # noqa: E402, F401, the folder, before a test of benchmarks brings their file of that name
 import hypothesis  # noqa: E402
@@ -40,14 +40,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def what_is_loaded_is_no_garbage():
-    """Libraries are a million objects, which each full collection would visit; Accelerate and Dynamo ask for many."""
+    """Exempt loaded libraries, a million objects, from the many full collections by Accelerate and Dynamo."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def only_devices_that_are_there_are_seeded():
-    """For each kind that is not, `torch.manual_seed` formats the whole stack, which is deep in pytest, and keeps it."""
+    """Skip absent devices: for each, `torch.manual_seed` formats and keeps the whole stack, which is deep in pytest."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,6 +73,6 @@ def each_test_has_a_machine_of_its_own():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with a Hopper GPU, as far as the package asks what it is."""
+    """Present a machine with a Hopper GPU to the package."""
     monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
     monkeypatch.setattr("fp8_backends.compute.hardware.gpus", lambda: [(9, 0)])

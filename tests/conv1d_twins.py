@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def conv(n_in: int, n_out: int) -> Conv1D:
-    """A Conv1D with a bias that is not zero."""
+    """Return a Conv1D with a nonzero bias."""
     made = Conv1D(n_out, n_in)
     nn.init.normal_(made.bias)
     return made
@@ -32,7 +32,7 @@ def conv_twin(linear: nn.Linear) -> Conv1D:
 
 
 def gpt2(of_linears: bool = False) -> nn.Module:
-    """The tiny GPT-2 of `model_families`; as it is, or with a Linear in the place of each Conv1D."""
+    """Return the tiny GPT-2 of `model_families`, with Conv1D or with a Linear in the place of each."""
     model = build("gpt2")
     for block in model.transformer.h if of_linears else ():
         for part, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):

@@ -45,7 +45,7 @@ def train(model, optimizer=None, steps=8, size=32, seed=0):
 
 
 def learns(model, optimizer=None, **options):
-    """Train as `train` does, and check that the loss falls."""
+    """Train like `train`, and check that the loss falls."""
     losses = train(model, optimizer, **options)
     assert losses[-1] < losses[0]
     return losses

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of transformers, and what stands for them: a Linear for each expert.
+"""Build tiny mixtures of experts of transformers, and twins with a Linear per expert.
 
     model = build("gpt_oss")            # as `model_families.build`
     experts = make_experts("mixtral")   # one module of experts alone
@@ -20,7 +20,7 @@ EXPERTS, TOP_K = 4, 2
 _ATTENTION = {"num_key_value_heads": 1, "head_dim": WIDTH // HEADS}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
 
-# family -> (beginning of its classes, configuration). Experts 32 -> 128 -> gate -> 64 -> 32, or half of that
+# family -> (beginning of its classes, configuration). Experts 32 -> 128 -> gate -> 64 -> 32, or half of it
 _FAMILIES = {
     "mixtral": ("Mixtral", {**_ATTENTION, "intermediate_size": 64, "num_local_experts": EXPERTS}),
     "qwen3_moe": (
@@ -43,7 +43,7 @@ _FAMILIES = {
     "gpt_oss": ("GptOss", {**_ATTENTION, "intermediate_size": 32, "num_local_experts": EXPERTS}),
 }
 FAMILIES = tuple(_FAMILIES)
-"""The first three have [experts, out, in]; GPT-OSS has [experts, in, out], biases, and gates that lie between."""
+"""The first three have [experts, out, in]; GPT-OSS has [experts, in, out], biases, and interleaved gates."""
 
 
 def build(family: str, seed: int = 0, **config) -> nn.Module:
@@ -89,8 +89,8 @@ def routed(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32, exper
 
 
 class Twin(nn.Module):
-    """The experts as Linears, each of which gets its own tokens as a batch. Of stored weights these have the values
-    that products read."""
+    """Run the experts as Linears, each on its own tokens as a batch. They have the values of stored weights as products
+    read them."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

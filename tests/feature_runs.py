@@ -1,7 +1,7 @@
-"""Accelerate's other features with FP8: a run of each, the same on one process and on several.
+"""Run each of Accelerate's other features with FP8, on one process or several.
 
-A run is a function of (backend, folder): it uses the feature as Accelerate's guides do, and asserts what the feature is
-for. `feature_table.py` says which runs are refused; `folder` is the same for all processes.
+A run is a function of (backend, folder): it uses the feature as Accelerate's guides do, and asserts its purpose.
+`feature_table.py` lists refused runs; all processes share `folder`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ for library in (
     "torch.distributed.pipelining",
     "torchao.float8",
 ):
-    # Accelerate and PyTorch would load them in the middle: ranks each for itself, and the garbage collector, which some
+    # Accelerate and PyTorch would load them in the middle: each rank separately, and the garbage collector, which some
     # features call, would visit them every time
     importlib.import_module(library)
 
@@ -91,7 +91,7 @@ def local_sgd(backend: str, folder: Path) -> None:
 
 
 def _hooked(backend: str, hook: str, bound: float, **state) -> None:
-    """Compare gradients that travelled through a hook with DDP's own average."""
+    """Compare gradients reduced by a hook with DDP's own average."""
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook), comm_state_option=state)
     found = []
     for handlers in ((handler,), ()):
@@ -158,7 +158,7 @@ def join(backend: str, folder: Path) -> None:
 
 
 def trigger_sync(backend: str, folder: Path) -> None:
-    """Two forwards, then two backwards of which the second synchronizes: as with a forward before each backward."""
+    """Run two forwards, then two backwards, synchronizing in the second, as with a forward before each backward."""
     acc = accelerator(backend)
     model, optimizer = prepared(acc)
     with acc.no_sync(model):
@@ -173,7 +173,7 @@ def trigger_sync(backend: str, folder: Path) -> None:
         with acc.trigger_sync_in_backward(model):
             acc.backward(second)
         for name, gradient in gradients(model).items() if index == 0 else ():
-            # the scales of native:delayed have moved; what stays at home is off by the other rank's half
+            # the scales of native:delayed have moved; local gradients are off by the other rank's half
             assert relative_error(gradient, expected[name]) < (0.3 if backend == "native:delayed" else 0.1), name
         optimizer.step()
         optimizer.zero_grad()
@@ -252,7 +252,7 @@ def profile(backend: str, folder: Path) -> None:
 
 
 def profile_by_schedule(backend: str, folder: Path) -> None:
-    """The user's profiler waits, and starts in the middle of an accumulation whose first step is the proof's."""
+    """Let the user's profiler wait, and start in the middle of an accumulation with the proof in its first step."""
     seen = []
     schedule = ProfileKwargs(
         activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 1}, on_trace_ready=seen.append
@@ -413,7 +413,7 @@ def dispatch(backend: str, folder: Path) -> None:
 
 
 def _saved(backend: str, folder: Path):
-    """(accelerator, model, folder of shards) of a trained model that was saved in several files."""
+    """Return (accelerator, model, folder of shards) of a trained model saved in several files."""
     acc, model, _ = trained(backend)
     target = folder / f"shards_{backend}"
     acc.save_model(model, str(target), max_shard_size="20KB")
@@ -435,7 +435,7 @@ def sharded_save(backend: str, folder: Path) -> None:
 
 
 def load_in_training(backend: str, folder: Path) -> None:
-    """Shards load into the model that trains, and it trains on."""
+    """Load shards into the model in training, and continue."""
     acc, model, saved = _saved(backend, folder)
     inner = acc.unwrap_model(model)
     kept = values(inner)
@@ -450,7 +450,7 @@ def load_in_training(backend: str, folder: Path) -> None:
 
 
 def load_and_dispatch(backend: str, folder: Path) -> None:
-    """A model that was never in memory gets the shards, and one of its layers stays on disk."""
+    """Load shards into a model never in memory, with one layer on disk."""
     acc, model, saved = _saved(backend, folder)
     expected = _outputs(acc.unwrap_model(model))
     with init_empty_weights():
@@ -463,7 +463,7 @@ def load_and_dispatch(backend: str, folder: Path) -> None:
 
 
 def load_then_prepare(backend: str, folder: Path) -> None:
-    """A model that was never in memory gets the shards, is prepared, and trains."""
+    """Load shards into a model never in memory, prepare and train it."""
     acc, model, saved = _saved(backend, folder)
     expected = _outputs(acc.unwrap_model(model))
     with init_empty_weights():
@@ -494,8 +494,8 @@ def empty_weights(backend: str, folder: Path) -> None:
 
 
 def pippy(backend: str, folder: Path) -> None:
-    """PyTorch exports the model for it, which Accelerate's autocast around `forward` would hinder; the last process has
-    the output. TorchAO's layers cannot be exported, nor can scaled weights be moved into stages."""
+    """Export the model by PyTorch, without Accelerate's autocast around `forward`; the last process has the output.
+    TorchAO's layers cannot be exported, nor scaled weights moved into stages."""
     if ranks() == 1:
         return  # PiPPy itself wants a process group
     acc, model, _ = trained(backend)
@@ -523,7 +523,7 @@ RUNS = {
 
 
 def as_in_the_table(feature: Feature, backend: str, folder: Path) -> None:
-    """Run a feature. Where the table says that it is refused, the error must say the way out."""
+    """Run a feature. If the table lists a refusal, the error must name the fix."""
     words = feature.refusal(backend, ranks())
     if words is None:
         RUNS[feature.run](backend, folder)

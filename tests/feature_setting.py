@@ -1,5 +1,5 @@
-"""What the runs of Accelerate's features share: a model, data, an Accelerator, and what is asserted of them. It is the
-same on one process and on several."""
+"""Share a model, data, an Accelerator and assertions between the runs of Accelerate's features, on one process or
+several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rank() -> int:
 
 
 def accelerator(backend: str, *handlers, **options) -> Accelerator:
-    """A new Accelerator with this backend, in the process group that runs."""
+    """Return a new Accelerator with this backend, in the current process group."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     fields = options.pop("fields", {})
@@ -87,7 +87,7 @@ def trained(backend: str, steps: int = 2, **options):
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The plain values of all parameters, copied. Of weights whose exact values one rank owns: those of FP8."""
+    """Return copies of the plain values of all parameters: FP8 values for weights with a remote master."""
     found = {}
     for name, p in model.named_parameters():
         p = p.detach()
@@ -103,7 +103,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """In the L2 norm."""
+    """Return the relative error in the L2 norm."""
     return ((value.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
@@ -137,7 +137,7 @@ def assert_fp8(model: nn.Module, layers: int = LAYERS) -> None:
 
 
 def assert_trained(acc: Accelerator, model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Every parameter moved, by FP8 products, alike on all processes."""
+    """Assert that every parameter moved by FP8 products, equally on all processes."""
     assert_moved(model, before)
     assert_equal_everywhere(model)
     assert_fp8(acc.unwrap_model(model))

@@ -1,6 +1,6 @@
-"""Accelerate's other features with FP8: which work, and which are refused. `accelerate_features.rst` shows them.
+"""List Accelerate's other features as working or refused with FP8. `accelerate_features.rst` shows them.
 
-Each row has a run in `feature_runs.py`, or a command that `accelerate_plugin/test_accelerate_features.py` starts.
+Each row has a run in `feature_runs.py`, or a command in `accelerate_plugin/test_accelerate_features.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ def at(backends: tuple[str, ...], words: str) -> Mapping[str, str]:
 
 
 class Feature(NamedTuple):
-    """A row."""
+    """Describe a row."""
 
     name: str
     run: str
     note: str = ""
-    """Why, and the way out."""
+    """Reason, and alternative."""
     refused: Mapping[str, str] = NOBODY
-    """Backend -> what the error says."""
+    """Backend -> part of the error."""
     refused_on_several: Mapping[str, str] = NOBODY
     """The same on several processes only."""
 
     def refusal(self, backend: str, processes: int) -> str | None:
-        """What the error must say; None where the feature works."""
+        """Return the expected error; None for a working feature."""
         several = self.refused_on_several if processes > 1 else NOBODY
         return self.refused.get(backend, several.get(backend))
 
@@ -47,34 +47,33 @@ _SHARED_OUT = at(("msamp:O3",), "shard_states=False")
 _OPTIMIZER = at(LEVELS, "trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with")
 _OPTIMIZER_NOTE = "Levels train with ``torch.optim``'s AdamW, Adam, SGD, Muon and Adafactor: use a backend of O0"
 _AVERAGE_NOTE = (
-    "Make it after ``prepare``. At levels it is kept in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank "
+    "Create it after ``prepare``. At levels, keep it in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank "
     "has all masters to average: prepare with ``shard_states=False``"
 )
 _STATE_DICT_NOTE = (
-    "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load what "
-    "``Accelerator.save_model`` has written"
+    "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load "
+    "files of ``Accelerator.save_model``"
 )
 
 _HOOK_NOTE = (
-    "Gradients of scaled weights go round DDP's hooks, in E4M3: leave the hook out. Hooks are members of "
-    "``DDPCommunicationHookType``: of a string Accelerate 1.15 makes none. BF16 and BATCHED_POWER_SGD are not tested: "
-    "PyTorch has them on GPUs only"
+    "Gradients of scaled weights bypass DDP's hooks, in E4M3: leave the hook out. Hooks must be members of "
+    "``DDPCommunicationHookType``: Accelerate 1.15 ignores strings. BF16 and BATCHED_POWER_SGD are not tested: "
+    "PyTorch has them only on GPUs"
 )
 _JOIN_NOTE = (
-    "At O3 under DDP a rank without inputs would make no steps of the weights that it owns: "
-    "``shard_states=False``, or ``even_batches=True``"
+    "At O3 under DDP a rank without inputs would never step its own weights: ``shard_states=False``, or "
+    "``even_batches=True``"
 )
 _PROFILE_NOTE = (
-    "The proof of ``ao`` needs PyTorch's profiler itself, and waits until yours has ended, also while yours waits by "
-    "its schedule"
+    "The proof of ``ao`` needs PyTorch's profiler, and waits for the end of yours, including its scheduled waits"
 )
 
 FEATURES = (
     Feature(
         "``LocalSGD``",
         "local_sgd",
-        "At O3 under DDP each rank makes the steps of the weights that it owns, and local steps are refused at the "
-        "step: prepare with ``shard_states=False``",
+        "At O3 under DDP each rank steps only its own weights, so local steps are refused: prepare with "
+        "``shard_states=False``",
         refused_on_several=_SHARED_OUT,
     ),
     Feature("``comm_hook`` FP16", "comm_hook_fp16", _HOOK_NOTE, refused_on_several=_HOOK),
@@ -86,7 +85,7 @@ FEATURES = (
     Feature("``find_executable_batch_size``", "batch_size_finder"),
     Feature("``profile``", "profile", _PROFILE_NOTE),
     Feature("``profile`` by a schedule", "profile_by_schedule", _PROFILE_NOTE),
-    Feature("trackers", "trackers", "With ``fp8_backend`` and ``fp8_flops_share`` in their configuration"),
+    Feature("trackers", "trackers", "Their configuration includes ``fp8_backend`` and ``fp8_flops_share``"),
     Feature("``set_trigger``, ``check_trigger``", "early_stopping"),
     Feature("schedule-free optimizers", "schedule_free", _OPTIMIZER_NOTE, refused=_OPTIMIZER),
     Feature(
@@ -98,8 +97,7 @@ FEATURES = (
     Feature(
         "LOMO",
         "lomo",
-        f"{_OPTIMIZER_NOTE}. Under DDP LOMO steps before gradients have travelled, in bf16 as in FP8: train on one "
-        "process",
+        f"{_OPTIMIZER_NOTE}. Under DDP LOMO steps before gradients are reduced, in bf16 and FP8: train on one process",
         refused=_OPTIMIZER,
         refused_on_several=at(("native:delayed", "ao:tensorwise"), "train on one process"),
     ),
@@ -125,33 +123,35 @@ FEATURES = (
         "At O3 under DDP use ``Accelerator.load_state``, or ``shard_states=False``",
         refused_on_several=_SHARED_OUT,
     ),
-    Feature("``load_checkpoint_and_dispatch``", "load_and_dispatch", "Of a model that is not prepared, for inference"),
+    Feature("``load_checkpoint_and_dispatch``", "load_and_dispatch", "For an unprepared model, for inference"),
     Feature(
         "the same, then ``prepare``",
         "load_then_prepare",
-        "In this order: Accelerate does not know the states of a model that was prepared without weights",
+        "In this order: Accelerate misses the states of a model prepared without weights",
     ),
-    Feature("``init_empty_weights``, then ``prepare``", "empty_weights", "``to_empty`` and ``load_state_dict`` follow"),
+    Feature(
+        "``init_empty_weights``, then ``prepare``", "empty_weights", "Then call ``to_empty`` and ``load_state_dict``"
+    ),
     Feature(
         "``prepare_pippy``",
         "pippy",
-        "First ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
+        "First call ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
         "``fp8_backends.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
         refused_on_several=_SHARED_OUT,
     ),
     Feature(
         "``accelerate test``",
         "accelerate_test",
-        "Its script is started by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear. "
-        "Several processes must end with the weights of one, so levels, whose gradients travel in FP8, need "
-        "``gradient_comm: plain`` there. ``fp8-backends doctor`` tests FP8 itself",
+        "Start its script by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear. "
+        "It expects equal weights from one and several processes, so levels with their FP8 gradients need "
+        "``gradient_comm: plain``. ``fp8-backends doctor`` tests FP8 itself",
         refused_on_several=at(LEVELS, "Did not obtain the same model"),
     ),
     Feature(
         "``accelerate config``",
         "accelerate_config",
-        "The wizard offers ``ao``, and ``te`` and ``msamp`` where these packages are installed: write any other "
-        "backend into its file",
+        "The wizard offers ``ao``, and ``te`` and ``msamp`` if these packages are installed: write any other backend "
+        "into its file",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Hold a training step that runs on the CPU to a GPU's rules for FP8 products."""
+"""Hold a training step on the CPU to a GPU's rules for FP8 products."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +14,7 @@ SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._
 
 
 class GPURules(TorchDispatchMode):
-    """Repeats every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
+    """Repeat every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
 
     Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
     on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. We assert here what the fake
@@ -52,7 +52,7 @@ class GPURules(TorchDispatchMode):
 
 
 class Calls(TorchDispatchMode):
-    """Collects the operators that run."""
+    """Collect the running operators."""
 
     def __enter__(self):
         self.seen = []
@@ -64,7 +64,7 @@ class Calls(TorchDispatchMode):
 
 
 class Context:
-    """The context of an autograd function; autograd itself has no fake CUDA tensors without a driver."""
+    """Stand for the context of an autograd function; autograd has no fake CUDA tensors without a driver."""
 
     needs_input_grad = (True, True, True)
 

@@ -1,4 +1,4 @@
-"""Packages that only some of the tests' processes shall have: a folder of their own, installed once a session."""
+"""Install packages for only some of the tests' processes, in a separate folder, once a session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 
 def folder_of(requirements: Path, name: str, tmp_path_factory) -> Path:
-    """The folder `name` with the packages of that file, without what they depend on; whichever worker comes first
-    installs them."""
+    """Return the folder `name` with a file's packages, without their dependencies; the first worker installs them."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     site, unfinished = base / name, base / f"{name}.unfinished"

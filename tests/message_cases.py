@@ -1,7 +1,6 @@
-"""Values for messages, and what one pass over them must give: the bits of the reference.
+"""Provide values for messages, and check one pass over them against the bits of the reference.
 
-NaN is one value: a block that is not finite has the scale NaN, so the sign of a NaN and the codes beside it say
-nothing.
+NaN counts as one value: a non-finite block has the scale NaN, so its codes and the sign of NaN are arbitrary.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, specia
 
 
 def parts(dtype: torch.dtype, seed: int, lengths=(700, 1, 0, 128, 3000, 129), gap: int = 2) -> list[Part]:
-    """Of odd lengths at odd addresses and one at an even one, with blocks that no part covers before the third and
+    """Return parts of odd lengths at odd addresses and one at an even one, with uncovered blocks before the third and
     behind the last; some with a scale."""
     made, start = [], 0
     for index, length in enumerate(lengths):
         start += gap * BLOCK if index == 2 else 0
         scale_inv = torch.tensor(2.0**index) if index in (1, 4) and dtype == torch.float32 else None
-        first = index != 3  # of a tensor that begins at an even address
+        first = index != 3  # of a tensor at an even address
         made.append(Part(values(length + first, dtype, seed + index)[first:], start, scale_inv))
         start += -(-length // BLOCK) * BLOCK
     return made
@@ -55,7 +54,7 @@ def same(made: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | None = None) -> bool:
-    """Equal bytes, but for the codes of blocks that are not finite, and for one row."""
+    """Compare bytes, except the codes of non-finite blocks, and except one row."""
     keep = torch.arange(len(made)) != (-1 if without is None else without)
     (codes, scale_inv), (wanted, its_scale_inv) = (reference.decode(each[keep]) for each in (made, expected))
     finite = its_scale_inv.isfinite().repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
@@ -161,7 +160,7 @@ def check_reduce_of_longer_messages(passes) -> None:
 
 
 def check_unpack(passes, dtype: torch.dtype, rows: int) -> None:
-    """Written between the elements that stay as they are."""
+    """Write between elements that stay unchanged."""
     wanted = parts(dtype, 0)
     columns = -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * BLOCK)) * BLOCK
     arrived = received(rows, columns)

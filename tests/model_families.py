@@ -1,4 +1,4 @@
-"""Tiny transformers of five families, each with a batch and a loss.
+"""Build tiny transformers of five families, each with a batch and a loss.
 
     model = build("llama")                       # same seed, same weights
     loss = loss_of(model, batch("llama"))        # a scalar with a graph
@@ -70,7 +70,7 @@ _FAMILIES = {
 }
 
 FAMILIES = tuple(_FAMILIES)
-"""Names that `build` takes. BERT and GPT-2 tie the output head to the embedding, the others do not."""
+"""Names accepted by `build`. BERT and GPT-2 tie the output head to the embedding, the others do not."""
 
 
 def build(family: str, seed: int = 0, **config) -> nn.Module:
@@ -92,7 +92,7 @@ def batch(family: str = "llama", rows: int = 4, seed: int = 0) -> dict[str, torc
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], autocast: torch.dtype | None = torch.bfloat16):
-    """The model's own loss as an FP32 scalar, under autocast unless that is None."""
+    """Return the model's own loss as an FP32 scalar, under autocast unless None."""
     device = batch["input_ids"].device.type
     with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         return model(**batch).loss.float()

@@ -67,8 +67,8 @@ def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
 
 
 def mx_exponent(amax: float, fmt: Format) -> int:
-    """The biased exponent e of a block of MXFP8: 2**(e - 127) is the power of two at or above `amax / fmt.max`, where
-    the quotient is a product with the reciprocal, each rounded to FP32; 0 to 254."""
+    """Return the biased exponent e of a block of MXFP8: 2**(e - 127) is the least power of two at or above `amax /
+    fmt.max`, computed as a product with the reciprocal, each rounded to FP32; 0 to 254."""
     value = (_fp32(amax) * _fp32(1 / fmt.max)).item()
     if math.isinf(value) or value == 0:
         return 254 if value else 0
@@ -77,8 +77,8 @@ def mx_exponent(amax: float, fmt: Format) -> int:
 
 
 def quantize_blocks(x: torch.Tensor, fmt: Format, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale_inv of a matrix in blocks, one after the other; blocks of 32 columns are MXFP8's, whose scale_inv
-    are biased exponents, uint8. NaN takes no part in an amax, and stays in the codes."""
+    """Return codes and scale_inv of a matrix in blocks; blocks of 32 columns are MXFP8's, with biased exponents, uint8,
+    as scale_inv. NaN is excluded from the amax, and stays in the codes."""
     x, mx = x.float(), columns == 32
     scaled, inverse = torch.empty_like(x), []
     for top in range(0, x.shape[0], rows):
@@ -114,11 +114,11 @@ BLOCKS = {"blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
 def linear(
     x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, forward: Format, gradient: Format, scaling: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx, dw of one linear layer with quantized operands and FP64 accumulation.
+    """Return y, dx, dw of one linear layer with quantized operands and FP64 accumulation.
 
-    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a tensor, where both
-    products of an operand use the same codes; with "rowwise", "blockwise" and "mxfp8" each product quantizes its
-    operands along its own contraction.
+    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a tensor, shares codes
+    between both products of an operand; with "rowwise", "blockwise" and "mxfp8" each product quantizes its operands
+    along its own contraction.
     """
 
     def values(operand, fmt, is_weight=False):
@@ -167,12 +167,12 @@ def window_update(s: float, counter: int, history: list[float], fmt: Format) -> 
 
 
 def exact(x):
-    """FP64 as it is."""
+    """Return FP64 unchanged."""
     return x
 
 
 def to_fp32(x):
-    """FP64 rounded to FP32. An operation on FP32 numbers, made in FP64 and then rounded, is the operation in FP32."""
+    """Round FP64 to FP32. An operation on FP32 numbers in FP64, then rounded, equals the FP32 operation."""
     return x.float().double() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32).item()
 
 
@@ -191,10 +191,10 @@ def adam_step(
     maximize: bool,
     rounded: Callable = exact,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before they are stored.
+    """Return the new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before storage.
 
-    A gradient that is not finite counts as zero, all of it. `adam.py`, `adam.cpp` and `triton_tiles.py` compute this
-    with `to_fp32`, to the bit.
+    A gradient with a non-finite element counts as zero. `adam.py`, `adam.cpp` and `triton_tiles.py` compute this with
+    `to_fp32`, to the bit.
 
     Args:
         rounded: rounds the result of each operation: `exact` or `to_fp32`.
@@ -233,14 +233,14 @@ def nearest_round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def _quantum(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal exponent) - mantissa
     bits)."""
-    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent of its own
+    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
     return 2.0 ** (exponent - fmt.mantissa_bits)
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes, uint8, and residuals, int8, of numbers of E4M11: the code is the nearest E4M3 number, of two equally
-    near ones the one with the larger magnitude; the residual counts the numbers of E4M11 from there, away from zero."""
+    """Return E4M3 codes, uint8, and residuals, int8, of numbers of E4M11: the code is the nearest E4M3 number, at ties
+    the one of larger magnitude; the residual counts E4M11 numbers from there, away from zero."""
     codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # ascending; index = code
     magnitude = values.double().abs()
     below = (torch.searchsorted(codes, magnitude.contiguous(), right=True) - 1).clamp(max=125)
@@ -252,14 +252,13 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bits: int) -> torch.Tensor:
-    """FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so, else n; saturating.
+    """Return FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so, else n; saturating.
 
-    quantum: as `_quantum` has it. field: integers of `bits` random bits. The
-    probability of n + 1 is the fraction, to the nearest 2**-bits or to the last of the bits that FP32 has below the
-    format's mantissa, whichever is coarser.
+    quantum: as `_quantum` has it. field: integers of `bits` random bits. The probability of n + 1 is the fraction, to
+    the nearest 2**-bits or to the last of the bits that FP32 has below the format's mantissa, the coarser of the two.
     """
     magnitude, quantum = values.double().abs().clamp(max=fmt.max), _quantum(values, fmt)
-    resolution = 2.0**fmt.dropped_bits  # what FP32 has below the quantum
+    resolution = 2.0**fmt.dropped_bits  # FP32's bits below the quantum
     quanta = torch.round(magnitude / quantum * resolution) / resolution
     used = min(bits, fmt.dropped_bits)
     uniform = (field.double() / 2.0 ** (bits - used)).floor() / 2.0**used

@@ -1,4 +1,4 @@
-"""What becomes of the benchmarks' records: verdicts, tables, documents."""
+"""Turn the benchmarks' records into verdicts, tables and documents."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+c
 
 
 def test_the_documents_show_what_was_measured():
-    """Every table of `benchmarks/tables.py`, as it follows from the records that lie in `benchmarks/results`: the
-    summary in the README, models and reliability in their guides, the others in `benchmarks/README.rst`.
-    `benchmarks/tables.py --write` mends them."""
+    """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the summary in the
+    README, models and reliability in their guides, the others in `benchmarks/README.rst`. `benchmarks/tables.py
+    --write` updates them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
     readme, measurements, *guides = texts
     records = targets.load(tables.RESULTS)
@@ -193,7 +193,7 @@ AWS = {
 
 
 def test_the_columns_by_ranks_follow_one_formula():
-    """The published throughputs, whose own percentages mix two formulas."""
+    """Recompute the published throughputs: their own percentages mix two formulas."""
     results = []
     for nodes, (bf16, bf16_loss, fp8, fp8_loss) in AWS.items():
         results.append({"ranks": nodes, "backend": "bf16", "tokens_per_second": bf16, "loss": bf16_loss})
@@ -233,14 +233,14 @@ def test_every_step_and_every_rank_has_its_own_text_and_every_backend_the_same()
 
 
 def test_added_memory_sees_a_second_copy_of_the_weights(monkeypatch):
-    """Planted: a `prepare` that copies them."""
+    """Plant a `prepare` with a copy."""
     import fp8_backends
 
     torch.ones(40_000_000)  # given back: a peak before is none of `prepare`
     held = []
     monkeypatch.setattr(fp8_backends, "prepare", lambda model, *_: held.extend(p.clone() for p in model.parameters()))
     copied = prepare.added_memory("native:dynamic", 4, 1024)
-    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2  # None: not told on this system
+    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2  # None: unknown on this system
     held.clear()
     monkeypatch.setattr(fp8_backends, "prepare", lambda *_: None)
     kept = prepare.added_memory("native:dynamic", 4, 1024)

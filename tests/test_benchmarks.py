@@ -1,4 +1,4 @@
-"""The benchmark scripts run, and the GPU check fails where it must. No timing is asserted here."""
+"""Run the benchmark scripts, and fail the GPU check on planted faults. No timing is asserted here."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ from fp8_backends.tensors.scaled_tensor import quantize  # noqa: E402
 
 
 def run(script, *arguments, code=None):
-    """Run a benchmark in a process of its own; `code` is executed before it, to plant a fault."""
+    """Run a benchmark in a separate process, after `code`, which plants a fault."""
     path = BENCHMARKS / script
     if code:
         lines = [code, "import runpy, sys", f"sys.path.insert(0, {str(path.parent)!r})"]
@@ -37,7 +37,7 @@ def run(script, *arguments, code=None):
 
 
 def rehearse(script, *arguments, **environment):
-    """Run a shell script of benchmarks with warm processes in place of Python, eager where it would also compile."""
+    """Run a shell script of benchmarks with warm processes in place of Python, eager instead of compiled."""
     environment = os.environ | {"PYTHON": warm_process.python(), "FORMS": "eager"} | environment
     command = ["bash", str(BENCHMARKS / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
@@ -49,7 +49,7 @@ def records(folder):
 
 @pytest.mark.nightly
 def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
-    """Products, steps, kernels and the largest batch; the report reads what they leave."""
+    """Run products, steps, kernels and the largest batch; the report reads their records."""
     done = rehearse("gpu/run.sh", "--cpu", "--only", "first,speed,fit", "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
     found = records(tmp_path)
@@ -60,7 +60,7 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert all(record["machine"]["torch"] and record["machine"]["date"] for record in found.values())
     limits, shown = done.stdout.split("against the limit")[1].split("\n\n")[:2]
     missing = [line for line in limits.splitlines() if line.endswith(" -")]
-    if measuring.plain() == "bf16":  # what a GPU is held against
+    if measuring.plain() == "bf16":  # the baseline of a GPU
         assert len(missing) == shown.count("not yet measured") == 4, done.stdout  # compiled steps: not in a rehearsal
     text = {name: tables.TABLES[name](found) for name in ("linear", "step", "optimizer", "kernels", "largest")}
     assert "not yet measured" not in text["kernels"]
@@ -82,7 +82,7 @@ def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
 
 @pytest.mark.nightly
 def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
-    """Those whose scripts the rehearsal of the GPU's run does not start."""
+    """Cover the scripts missing in the rehearsal of the GPU's run."""
     names = ["import_time", "comm", "overhead", "prepare", "by_ranks"]
     done = rehearse("cpu.sh", "--small", "--only", ",".join(names), "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
@@ -98,7 +98,7 @@ def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
 
 @pytest.mark.nightly
 def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
-    """In new interpreters: such a CPU is made as Python starts."""
+    """Use new interpreters: a CPU without bf16 is set up at Python's start."""
     without = {"PYTHON": sys.executable, "PYTHONPATH": str(BENCHMARKS.parent / "tests" / "without_bf16")}
     done = rehearse("cpu.sh", "--small", "--only", "linear,overhead", "--out", str(tmp_path), **without)
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
@@ -115,7 +115,7 @@ def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
 
 @pytest.mark.nightly
 def test_the_gpu_check_fails_on_a_hidden_overflow():
-    """Planted: a non-finite tensor gets an ordinary scale, so its inf saturates without a trace."""
+    """Plant an ordinary scale for a non-finite tensor: its inf saturates without a trace."""
     planted = "fp8_backends.kernels.quantize"
     fault = f"import {planted} as d; d.scale_inv_of = lambda scale, amax: scale.reciprocal()"
     done = run("gpu/check.py", "--device", "cpu", "--backends", "native:dynamic", code=fault)
@@ -180,14 +180,14 @@ def test_memory_falls_with_the_level(tmp_path):
     plain, o2 = json.loads(result.read_text())["results"]
     assert [round(r["bytes_per_element"]["total"]) for r in (plain, o2)] == [16, 6]
     peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (plain, o2)]
-    # nothing is counted as less than what is stored; one weight's work in FP32 comes on top, and activations
+    # nothing counts as less than its storage; one weight's work in FP32 comes on top, and activations
     for peak, at_rest in zip(peaks, (16, 6), strict=True):
         assert at_rest <= peak < at_rest + 3
 
 
 @pytest.mark.nightly
 def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
-    """Convolutions, and a Linear that takes FP8; no configuration describes it."""
+    """Use convolutions and an FP8 Linear, without a configuration."""
 
     class Small(torch.nn.Module):
         def __init__(self):
@@ -223,7 +223,7 @@ def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
 
 @pytest.mark.nightly
 def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
-    """Planted: nobody looks to whom folders belong."""
+    """Plant a missing check of folder owners."""
     code = "from fp8_backends.kernels import adam_cpu as cpu_library\n"
     code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
     done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in its quick run, finds what is planted, and repeats itself."""
+"""Run the fuzzer: no fault in its quick run, planted faults found, and reproducible cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak runs. What it is for takes thousands of steps."""
+"""Run the soak briefly. Its purpose takes thousands of steps."""
 
 import json
 from pathlib import Path

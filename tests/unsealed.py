@@ -1,4 +1,4 @@
-"""A checkpoint without what would tell of a changed file by its checksum: its contents alone must."""
+"""Remove the checksums from a checkpoint, so that only its contents reveal a changed file."""
 
 import json
 from pathlib import Path

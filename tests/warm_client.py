@@ -1,7 +1,7 @@
-"""Stands for a Python process that `warm_server` has forked: its arguments, environment, files, signals and status.
+"""Stand for a Python process forked by `warm_server`: its arguments, environment, files, signals and status.
 
-PROGRAM, which starts this, lies beside the server's socket. It becomes the process's `sys.executable`, so that what a
-launcher starts is forked as well.
+PROGRAM, next to the server's socket, starts this. It becomes the process's `sys.executable`, so children of a launcher
+are forked as well.
 
     python -IS warm_client.py PROGRAM [-u] (SCRIPT | -m MODULE | -c CODE) [argument …]
 """

@@ -1,8 +1,7 @@
-"""New Python processes without the seconds that loading torch takes: forked from one that has loaded it.
+"""Start Python processes without loading torch for seconds: fork them from a process that has loaded it.
 
-A test that asks what a script does, on its own or on several ranks, needs a process of its own with its own
-environment, not a new interpreter. What is about loading itself (`test_import.py` and others) starts
-`sys.executable`.
+Tests of scripts, on one or several ranks, need a separate process and environment, not a new interpreter. Tests of
+loading itself (`test_import.py` and others) start `sys.executable`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "TESTS_WARM_PYTHON"
-"""Environment variable: the program that stands for Python; set by the pytest that has started the server."""
+"""Environment variable: the program in place of Python; set by the pytest that has started the server."""
 HERE = Path(__file__).parent
 
 
 def start() -> subprocess.Popen | None:
-    """Start the server, unless an outer pytest has. It loads nothing before it is asked, and ends with this process."""
+    """Start the server, unless an outer pytest has. It loads nothing before a request, and ends with this process."""
     if VARIABLE in os.environ:
         return None
     folder = Path(tempfile.mkdtemp(prefix="warm"))
@@ -27,7 +26,7 @@ def start() -> subprocess.Popen | None:
         [sys.executable, str(HERE / "warm_server.py"), str(folder / "socket")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # whoever ends the tests and all that they started leaves it time to end its processes
+        start_new_session=True,  # the end of the tests leaves it time to end its processes
     )
     server.stdout.readline()  # it listens
     program = folder / "python"
@@ -43,12 +42,13 @@ def end(server: subprocess.Popen) -> None:
 
 
 def python() -> str:
-    """What stands for `sys.executable`: a process that is forked could not use a GPU."""
+    """Return the program in place of `sys.executable`: a forked process could not use a GPU."""
     import torch
 
     return sys.executable if torch.cuda.is_available() else os.environ[VARIABLE]
 
 
 def run(*arguments: str, timeout: float = 240, **options) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of `python` with these arguments: a script, `-m` or `-c` first. With what it prints, as text."""
+    """Call `subprocess.run` of `python` with these arguments: a script, `-m` or `-c` first. Capture its output as
+    text."""
     return subprocess.run([python(), *arguments], capture_output=True, text=True, timeout=timeout, **options)

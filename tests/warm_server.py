@@ -1,8 +1,7 @@
-"""A process that has loaded what most of the tests' processes load, and forks one for each that is asked for.
+"""Load the common libraries of the tests' processes once, and fork a process for each request.
 
-`warm_process` starts it once for all of pytest's workers, and says what it is for. It loads nothing of `fp8_backends`:
-each process imports the package by itself. It loads the rest with the first request, and ends with its standard input,
-its folder with it.
+`warm_process` starts it once for all of pytest's workers. It loads nothing of `fp8_backends`: each process imports the
+package. It loads the rest with the first request, and ends with its standard input, removing its folder.
 
     python warm_server.py SOCKET
 """
@@ -46,7 +45,7 @@ LOADED = (
     "transformers.trainer",
 )
 """Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP. Accelerate loads
-`datasets` with a process's first data loader, and `deepspeed` when it first looks into what wraps a model."""
+`datasets` with a process's first data loader, and `deepspeed` at its first check of a model's wrapper."""
 
 HERE = Path(__file__).parent
 
@@ -67,12 +66,12 @@ def serve(path: str) -> dict:
                 os._exit(0)
             connection, _ = listening.accept()
             if not frozen:
-                with _silent():  # `torchao`, which `transformers` loads, reports on kernels for GPUs
+                with _silent():  # `torchao`, loaded by `transformers`, reports on kernels for GPUs
                     for name in LOADED:
                         importlib.import_module(name)
                 _share_code(HERE.parent / "fp8_backends")
                 gc.collect()
-                gc.freeze()  # what is loaded stays shared
+                gc.freeze()  # loaded modules stay shared
                 frozen = True
             with connection:
                 if os.fork() == 0:
@@ -88,7 +87,7 @@ def _share_code(package: Path) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Inside, the file of standard error is none. `sys.stderr` stays, which loggers may keep."""
+    """Redirect the file of standard error to nothing. Loggers may keep `sys.stderr`."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -111,13 +110,13 @@ def _python_path() -> list[str]:
 
 
 def _fork_and_report(connection: socket.socket) -> dict:
-    """In a process of this request alone: tell the new process's id, and its status when it ends."""
+    """Report the new process's id, and its status at its end, from a process for this request only."""
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rw") as stream:
         request = json.loads(stream.readline())
         process = os.fork()
         if process == 0:
-            os.setsid()  # so that it can be ended with all that it has started
+            os.setsid()  # to end it with all of its children
             return request | {"files": files}
         for file in (0, 1, 2, *files):
             os.close(file)
@@ -136,7 +135,7 @@ def _end_with_the_client(stream, process: int) -> None:
 
 
 def run(request: dict) -> None:
-    """What the interpreter does with these arguments (`-c code`, `-m module`, or a script) and this environment."""
+    """Execute these arguments (`-c code`, `-m module`, or a script) with this environment, like the interpreter."""
     os.chdir(request["cwd"])
     for number, file in enumerate(request["files"]):
         os.dup2(file, number)

@@ -6,7 +6,7 @@ import pytest
 
 
 def nightly(*values):
-    """Return a case of a parametrization that only the nightly run has."""
+    """Return a case of a parametrization for only the nightly run."""
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 

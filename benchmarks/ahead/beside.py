@@ -1,8 +1,8 @@
-"""Predicted beside measured: a record of `predict.py` and one of `step.py` on a GPU, of the same shape.
+"""Compare a record of `predict.py` with one of `step.py` on a GPU, of the same shape.
 
     beside.py DIR/step_8b_gpu.json
 
-Each figure of a step against its prediction for the chip whose name the measurement bears; the H200's for another one.
+Each figure of a step has its prediction for the measured chip, or for the H200 on other chips.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULTS = HERE.parent / "results"
 
 
 def record_of(chip: str) -> dict:
-    """The prediction for a chip by the name that PyTorch has for it; empty where there is none."""
+    """Return the prediction for a chip by PyTorch's name for it; empty if there is none."""
     name = next((key for key in CHIPS if key in chip), next(iter(CHIPS)))
     file = RESULTS / f"ahead_{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}

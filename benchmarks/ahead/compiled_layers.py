@@ -1,5 +1,5 @@
-"""What Inductor makes of a decoder layer of Llama as the package prepares it, forward and backward, for a GPU that is
-not there; and what runs outside of the layers. Prints JSON.
+"""Compile a prepared decoder layer of Llama, forward and backward, for an absent GPU, and trace the code outside the
+layers. Prints JSON.
 
 The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is compiled; embedding, last
 norm, head and loss are eager.
@@ -45,13 +45,13 @@ class Traces(NamedTuple):
     layer: Traced
     """A decoder layer."""
     block: Traced
-    """Its feed-forward block alone."""
+    """Only its feed-forward block."""
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     scaled: int
-    """Those of the layers that a level stores in scaled precision."""
+    """Parameters of the layers stored in scaled precision by a level."""
     stored: int
-    """Those of the whole model."""
+    """Parameters of the whole model stored in scaled precision."""
 
 
 def traces(spec: str, shape: str, tokens: int) -> Traces:
@@ -78,7 +78,7 @@ def traces(spec: str, shape: str, tokens: int) -> Traces:
 
 
 def saved_bytes(forward: list[Graph]) -> int:
-    """What the forward of one layer makes and the backward reads."""
+    """Return the bytes saved by one layer's forward for its backward."""
     total = 0
     for graph in forward:
         (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
@@ -111,7 +111,7 @@ def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
 
 
 def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
-    """One kernel, with its machine code's figures an element."""
+    """Return one kernel's figures per element, from its machine code."""
     seconds, code = roofline.best(kernel, chip)
     an_element = {name: value / code.elements for name, value in code.work._asdict().items()}
     return {
@@ -125,7 +125,7 @@ def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
 
 
 def outside_of_layers(found: outside.Recorder, chip: machine.Chip) -> dict:
-    """Figures of what runs eagerly."""
+    """Return the figures of the eager code."""
     return {
         "kernels": len(found.kernels),
         "bytes": sum(size for _, size in found.kernels),

@@ -1,6 +1,5 @@
-"""What a model of one Linear asks of the host in an eager step, forward and backward: launches, PyTorch's calls,
-synchronisations and Python's time; and what the Triton kernels of a linear layer and of the optimizer cost as machine
-code.
+"""Count the host's work in an eager step of one Linear, forward and backward: launches, PyTorch's calls,
+synchronisations and Python's time; and the machine code of the Triton kernels of a linear layer and of the optimizer.
 
 The kernels go through Triton's real binder and compiler, for compute capability 9.0; the launch itself is left out, and
 tensors lie on the CPU. Products are not computed. Prints JSON.
@@ -35,7 +34,7 @@ SYNCHRONISING = frozenset("_local_scalar_dense item is_nonzero equal nonzero".sp
 
 
 class Launches:
-    """What was launched, and the kernels' machine code."""
+    """Record launches, and the kernels' machine code."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -43,7 +42,7 @@ class Launches:
         self._kernels: set = set()
 
     def stand_in(self) -> None:
-        """From now on every launch of this process ends here."""
+        """Redirect every launch of this process to here."""
         from triton.compiler import ASTSource  # noqa: F401  (Triton is loaded before its driver is replaced)
         from triton.runtime import driver
 
@@ -85,7 +84,7 @@ class Launches:
         JITFunction._do_compile = compiled
 
     def forget(self) -> None:
-        """Whatever is launched from now on is compiled anew."""
+        """Recompile every later launch."""
         self.codes.clear()
         self.counts.clear()
         for kernel in self._kernels:
@@ -100,7 +99,7 @@ def through_the_kernels() -> None:
     from fp8_backends.kernels.triton_gate import is_eager
 
     class Guard:
-        """As dear as `torch.cuda.device`."""
+        """Cost as much as `torch.cuda.device`."""
 
         def __enter__(self):
             self.previous = 0
@@ -116,7 +115,7 @@ def through_the_kernels() -> None:
 
 
 def everywhere(function, other) -> None:
-    """Another function in every module of this package that has imported this one."""
+    """Replace a function in every module of this package that imported it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("fp8_backends"):
             for attribute in [key for key, value in vars(module).items() if value is function]:
@@ -127,13 +126,13 @@ PRODUCTS: Counter[str] = Counter()
 
 
 def no_product(a, b, scale_a=None, scale_b=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-    """In place of `torch._scaled_mm`: counted, not computed."""
+    """Replace `torch._scaled_mm`: count, do not compute."""
     PRODUCTS["_scaled_mm"] += 1
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 class Calls(TorchDispatchMode):
-    """Counts PyTorch's operators, without those that launch nothing."""
+    """Count PyTorch's operators, except operators without a launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
 
 
 def python_microseconds(run, calls: int, rounds: int) -> float:
-    """Of one call, in the quickest round."""
+    """Return the microseconds of one call in the fastest round."""
     best = float("inf")
     for _ in range(rounds):
         start = time.process_time()
@@ -170,7 +169,7 @@ def python_microseconds(run, calls: int, rounds: int) -> float:
 
 
 def of_linear(backend: str, launches: Launches, calls: int = 200, rounds: int = 7) -> dict:
-    """What one layer asks of the host. Sizes are small, so that the CPU computes next to nothing."""
+    """Count one layer's work for the host. Sizes are small, so the CPU computes almost nothing."""
     size = 128 if "blockwise" in backend or "mxfp8" in backend else 16
     model = layer(backend, size)
     x, dy = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
@@ -196,7 +195,7 @@ def of_linear(backend: str, launches: Launches, calls: int = 200, rounds: int = 
 
 
 def quantizing(backend: str, launches: Launches, tokens: int = 512, size: int = 1024) -> list[dict]:
-    """The kernels that one layer launches for matrices of whole tiles."""
+    """Return one layer's kernels for matrices of whole tiles."""
     launches.forget()
     model = layer(backend, size)
     x = torch.zeros(tokens, size, dtype=torch.bfloat16, requires_grad=True)
@@ -215,7 +214,8 @@ def quantizing(backend: str, launches: Launches, tokens: int = 512, size: int = 
 
 
 def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
-    """The kernels of one step over a weight of this many elements, and what its loops read, write and compute."""
+    """Return the kernels of one step over a weight of this many elements, and the reads, writes and operations of their
+    loops."""
     import optimizer as steps
 
     weight, exp_avg, exp_avg_sq, *_ = steps.LEVELS[level]
@@ -229,7 +229,7 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
         path = fast_path(codes[0])
         if not path:
             continue
-        elements = 2 ** int(math.log2(loaded(path) / size))  # a thread's; scalars are loaded beside them
+        elements = 2 ** int(math.log2(loaded(path) / size))  # per thread; scalars are loaded too
         work = Work.of(path, 1 / elements)
         written = sum(each.bytes for each in path if each.kind == "STG") / elements
         kernels.append(

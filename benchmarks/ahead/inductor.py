@@ -10,7 +10,7 @@ from tracing import PRODUCT, Graph, on_gpu
 
 
 class Kernel(NamedTuple):
-    """One launch of a Triton kernel that Inductor made."""
+    """Describe one launch of a Triton kernel made by Inductor."""
 
     name: str
     bytes: int
@@ -26,7 +26,7 @@ class Product(NamedTuple):
     k: int
     n: int
     dtype: str
-    """Of the operands."""
+    """Dtype of the operands."""
     out_dtype: str
     fast_accumulation: bool
 
@@ -48,14 +48,14 @@ class Attention(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """One graph's code."""
+    """Hold the code of one graph."""
 
     code: str
     kernels: list[Kernel]
     products: list[Product]
     attentions: list[Attention]
     other_calls: list[str]
-    """Operators that Inductor leaves to PyTorch, besides products and attention."""
+    """Operators left to PyTorch by Inductor, except products and attention."""
 
 
 def compiled(graph: Graph, backward: bool) -> Compiled:
@@ -79,7 +79,7 @@ def compiled(graph: Graph, backward: bool) -> Compiled:
 
 
 def _kernels(code: str, nodes: list) -> list[Kernel]:
-    """In the order of their launches, which is the scheduler's."""
+    """Return kernels in the order of their launches, the scheduler's order."""
     sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''\n(.*?)''', device_str", code, re.S))
     launched = re.findall(r"^\s+(triton_\w+)\.run\(", code, re.M)
     mixed = [node for node in nodes if type(node).__name__ == "FusedMixOrderReductions"]
@@ -91,8 +91,8 @@ def _kernels(code: str, nodes: list) -> list[Kernel]:
 
 
 def _is_launched(node, parts: set[str]) -> bool:
-    """Whether this node of the scheduler is a Triton kernel. Sums over the parts that a kernel for two reductions
-    leaves are PyTorch's."""
+    """Tell if this node of the scheduler is a Triton kernel. PyTorch sums the parts left by a kernel of two
+    reductions."""
     if re.search("Extern|Nop", type(node).__name__):
         return False
     return not (node.is_reduction() and {each.name for each in node.read_writes.reads} <= parts)

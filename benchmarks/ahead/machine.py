@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: what PyTorch, Inductor and Triton ask of a device, answered on a machine without one.
+"""Answer the device queries of PyTorch, Inductor and Triton for a Hopper GPU on a machine without one.
 
-It wants PyTorch's build for CUDA, which brings Triton and its compilers; no driver. `pretend` changes the process that
-calls it, so each question about a GPU has a process of its own.
+This needs PyTorch's build for CUDA, which brings Triton and its compilers, and no driver. `pretend` changes its
+process, so each question about a GPU runs in a separate one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch._guards import active_fake_mode
 
 
 class Chip(NamedTuple):
-    """What the prediction knows about a chip. Rates are of one second."""
+    """Describe a chip for the prediction. Rates are per second."""
 
     name: str
     gib: int
     copy: float
-    """Bytes that a copy in memory reads and writes. Measured."""
+    """Bandwidth of a copy in memory: bytes read plus written. Measured."""
     bf16: float
     """FLOP of large bf16 products. Measured."""
     fp8_fast: float
@@ -38,14 +38,14 @@ class Chip(NamedTuple):
 
     @property
     def target(self):
-        """What Triton compiles for."""
+        """Return Triton's compilation target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
 
     @property
     def properties(self) -> types.SimpleNamespace:
-        """What `torch.cuda.get_device_properties` tells of it."""
+        """Return the result of `torch.cuda.get_device_properties`."""
         return types.SimpleNamespace(
             name=self.name,
             major=self.capability[0],
@@ -71,10 +71,10 @@ CHIPS = {
 
 
 def pretend(chip: Chip) -> None:
-    """Let this process believe that its device 0 is this chip. Nothing can be computed there: tensors are fake."""
+    """Present this chip as device 0 of this process. Nothing can be computed there: tensors are fake."""
     if torch.version.cuda is None:
         raise SystemExit("this wants PyTorch's build for CUDA: run it by the Python of an environment that has it")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for a chip that is not there belongs into nobody's cache
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for an absent chip belongs into no shared cache
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder()
     properties = chip.properties
     torch._C._ensureCUDADeviceGuardSet()
@@ -93,7 +93,7 @@ def pretend(chip: Chip) -> None:
 
 @functools.cache
 def folder() -> str:
-    """For compiled code; gone when the process ends."""
+    """Return a folder for compiled code, removed at exit."""
     made = tempfile.mkdtemp(prefix="ahead")
     pid = os.getpid()
 
@@ -164,6 +164,6 @@ def on_fake_gpu(module: torch.nn.Module) -> torch.nn.Module:
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
-    # the mode's own references to them: a parameter that is to be swapped for another kind must have none
+    # the mode's own references to them: a parameter can only be swapped without any
     active_fake_mode().fake_tensor_converter.meta_converter.tensor_memo.clear()
     return module

@@ -1,7 +1,7 @@
-"""What a kernel's machine code for compute capability 9.0 costs: registers, spills, instructions an element.
+"""Read a kernel's machine code for compute capability 9.0: registers, spills, instructions per element.
 
-Instructions are counted in the code, not run. A loop counts once for each of its trips; which side of a branch is
-taken is not known, so that both count, and the figures are upper bounds.
+Instructions are counted in the code, not run. A loop counts once for each of its trips; both sides of a branch count,
+so the figures are upper bounds.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BYTES = {
 class Operation(NamedTuple):
     address: int
     name: str
-    """Such as `LDG.E.128`."""
+    """Opcode, such as `LDG.E.128`."""
     rest: str
     predicated: bool
-    """Whether it is done only where a condition holds."""
+    """True for a predicated instruction."""
 
     @property
     def kind(self) -> str:
@@ -45,18 +45,18 @@ class Operation(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        """Where it branches to."""
+        """Return the destination of a branch."""
         found = re.search(r"0x([0-9a-f]+)", self.rest) if self.kind == "BRA" else None
         return int(found[1], 16) if found else None
 
     @property
     def is_conditional(self) -> bool:
-        """Whether what follows may be done as well."""
+        """Tell if execution may continue behind the branch."""
         return self.predicated or re.search(r"\bU?P\d", self.rest) is not None
 
     @property
     def bytes(self) -> int:
-        """That one thread moves by an access of memory."""
+        """Return the bytes moved per thread by a memory access."""
         for width, size in ((".128", 16), (".64", 8), (".U16", 2), (".S16", 2), (".U8", 1), (".S8", 1)):
             if width in self.name:
                 return size
@@ -65,9 +65,9 @@ class Operation(NamedTuple):
 
 class Code(NamedTuple):
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack: int
-    """Bytes of local memory of a thread, where what finds no register is spilled."""
+    """Bytes of local memory of a thread, used for spills."""
     shared: int
     """Bytes of shared memory of a program."""
     threads: int
@@ -84,13 +84,13 @@ class Code(NamedTuple):
 
 
 def loaded(operations: list[Operation]) -> int:
-    """Bytes that one thread reads from global memory."""
+    """Return the bytes read per thread from global memory."""
     return sum(each.bytes for each in operations if each.kind == "LDG")
 
 
 def fast_path(code: Code) -> list[Operation]:
-    """The way through a loop that loads in the widest vectors: of those the one that loads most, of these the shortest.
-    Empty if no loop loads."""
+    """Return the path through a loop with the widest vector loads: the path with most such loads, then the shortest.
+    Empty without such a loop."""
     return min((_way(each) for each in code.loops() if loaded(each)), default=(0, []))[1]
 
 
@@ -126,7 +126,7 @@ _NO_WAY = 10**9
 
 
 class Work(NamedTuple):
-    """Of all threads of one launch together."""
+    """Sum the work of all threads of one launch."""
 
     instructions: float
     alu: float
@@ -162,7 +162,7 @@ def disassembled(cubin: bytes, threads: int, shared: int) -> Code:
 
 
 class Analysis(NamedTuple):
-    """One kernel of Inductor."""
+    """Analyse one kernel of Inductor."""
 
     elements: int
     work: Work
@@ -172,7 +172,7 @@ class Analysis(NamedTuple):
 
 @functools.cache
 def of_inductor(name: str, source: str, number: int = 0) -> Analysis:
-    """Compiles the kernel in one of the configurations between which Inductor would choose by measuring: they differ in
+    """Compile the kernel in one of the configurations among which Inductor would choose by measuring: they differ in
     tiles and warps."""
     tuner = tuner_of(name, source)
     sizes = {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
@@ -185,7 +185,7 @@ def configurations(name: str, source: str) -> int:
 
 @functools.cache
 def tuner_of(name: str, source: str):
-    """The kernel with the configurations between which Inductor would choose."""
+    """Return the kernel with Inductor's candidate configurations."""
     file = Path(machine.folder()) / f"kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
     file.write_text(source)
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -199,7 +199,7 @@ def _analysed(tuner, config, source: str, elements: int, sizes: dict[str, int]) 
     blocks = dict(re.findall(r"^\s+(\w*BLOCK): tl\.constexpr = (\d+)", source, re.M)) | config.kwargs
     blocks = {axis.removesuffix("BLOCK").lower(): int(size) for axis, size in blocks.items() if axis.endswith("BLOCK")}
     loops = code.loops()
-    if not loops:  # the compiler has unrolled those of the source: a program works on whole rows
+    if not loops:  # the compiler has unrolled the source's loops: a program works on whole rows
         blocks |= {axis: sizes[f"{axis}numel"] for axis in blocks if axis.startswith("r") and f"{axis}numel" in sizes}
     per_thread = max(math.prod(blocks.values()) / code.threads, 1 / 32)
     inside = {each.address for loop in loops for each in loop}

@@ -1,8 +1,8 @@
-"""What runs outside of the decoder layers: embedding, last norm, head and loss, forward and backward, as eager code
-calls them on a GPU. Operators of PyTorch, kernels of this package, products.
+"""Record the eager GPU code outside the decoder layers: embedding, last norm, head and loss, forward and backward. It
+consists of PyTorch's operators, this package's kernels, and products.
 
-The step runs on fake tensors of the CPU, on which autograd works, and which have no values. What the package does in
-one kernel on a GPU, and in several operators elsewhere, counts as that kernel.
+The step runs on fake CPU tensors, without values but with autograd. Several operators that replace one GPU kernel of
+the package count as that kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kernels = list[tuple[str, int]]
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what is launched while it is active."""
+    """Record launches while active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
         self._inside = 0
 
     def stand_in(self) -> None:
-        """Note kernels and FP8 products of this package as such, from now on and in this whole process."""
+        """Record kernels and FP8 products of this package as such, from now on and in this whole process."""
         from eager_calls import everywhere
 
         from fp8_backends.compute import products
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _noted(self, function: Callable, kernels_of: Callable[[dict], Kernels]) -> Callable:
-        """The function, during which nothing is noted but its kernels."""
+        """Wrap a function: record its kernels, and nothing inside."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
             dtype = str(a.dtype).removeprefix("torch.")
             self.products.append(Product(name, *a.shape, b.shape[1], dtype, dtype, False))
         elif made and not all(each.is_meta for each in made):
-            read = made if name == "embedding" else read  # the rows that it returns
+            read = made if name == "embedding" else read  # the returned rows
             self.kernels.append((name, sum(each.nbytes for each in (*read, *made))))
 
 
@@ -99,7 +99,8 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 
 def of_cast(given: dict) -> Kernels:
-    """A matrix to FP8: a pass for its amax where neither this nor a scale is known, and one that writes the codes."""
+    """Count a cast of a matrix to FP8: a pass for the amax, unless it or a scale is known, and a pass that writes the
+    codes."""
     x, read = given["x"], given["x"].nbytes
     cast = ("cast", read + x.numel() * (given["rows"] + given["columns"]))
     is_known = "blocks" in given or given["scale"] is not None or given["amax"] is not None
@@ -112,13 +113,13 @@ def of_loss(given: dict) -> Kernels:
 
 
 def recorded(build: Callable[[], nn.Module], spec: str, tokens: int) -> Recorder:
-    """One step of a language model of the meta device without its layers, which are converted with it."""
+    """Record one step of a meta-device language model without its layers, converted with it."""
     recorder = Recorder()
     recorder.stand_in()
     model = build().train()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = model.to_empty(device="cpu")
-        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else it holds on to weights that are swapped
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else it keeps swapped weights alive
         convert(model, spec)
         model._forward_pre_hooks.clear()  # once a step, for all layers together
         model.model.layers = nn.ModuleList()

@@ -1,12 +1,12 @@
-"""What would a training step take on an H100 or H200, in bf16, with TorchAO and with this package? Predicted on a
-machine without a GPU, by tracing the package as it is.
+"""Predict a training step on an H100 or H200, in bf16, with TorchAO and with this package, on a machine without a GPU,
+by tracing the package.
 
     predict.py --json benchmarks/results/ahead_H200.json
     predict.py --backends "native:dynamic?amax_history_len=16,bf16" --tokens 4096 --chip H100
 
-It runs by the Python of an environment with PyTorch's build for CUDA. Every backend is traced in a process of its own,
-for one to three minutes; `--no-machine-code` takes a tenth of that, and times kernels by their bytes alone. A record
-that exists keeps its backends unless they are named again.
+It runs by the Python of an environment with PyTorch's build for CUDA. Every backend is traced in a separate process,
+for one to three minutes; `--no-machine-code` takes a tenth, and times kernels only by their bytes. An existing record
+keeps its backends unless they are named again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = {"8b": "8b-4layers", "1b": "1b"}
 
 
 def answered(script: str, *arguments: str) -> dict:
-    """What another script here prints, in a process of its own."""
+    """Return the output of another script here, run in a separate process."""
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.run(
         [sys.executable, str(HERE / script), *arguments],
@@ -60,11 +60,11 @@ def peaks(backends: list[str], shape: str, tokens: int) -> dict[str, float]:
 
 
 def predict(arguments: argparse.Namespace, known: list[dict], keep: Callable[[dict], None]) -> None:
-    """Each backend's figures, and the ratios that follow from all of them, are kept as soon as they are known."""
+    """Save each backend's figures, and the ratios from all of them, as soon as they are known."""
     chip, shape = CHIPS[arguments.chip], SHAPES[arguments.shape]
     asked = arguments.backends.split(",")
     levels = {spec: level for spec in asked if (level := level_of(spec))}
-    # a Linear alone has no head that fields could name
+    # a bare Linear has no head for such fields
     of_host = [each for each in asked if each not in levels and "lm_head" not in each]
     steps = ";".join(sorted(set(levels.values())))
     eager = answered("eager_calls.py", "--backends", ",".join(of_host), "--levels", steps)

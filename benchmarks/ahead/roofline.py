@@ -7,26 +7,26 @@ from machine import Chip
 from machine_code import NOTHING, Analysis, Work, configurations, of_inductor
 
 OF_A_COPY = 0.9
-"""The share of a copy's bandwidth that kernels with more than two tensors reach. Assumed."""
+"""Share of a copy's bandwidth reached by kernels with more than two tensors. Assumed."""
 BETWEEN_KERNELS = 1.5e-6
 """Seconds from the end of a kernel to the work of the next one. Assumed."""
 LANES, ISSUED = 128, 0.85
-"""Instructions of a cycle and a multiprocessor, and the share that is issued. The latter is assumed."""
+"""Instructions per cycle and multiprocessor, and the issued share. The latter is assumed."""
 ATTENTION = {"forward": 0.75, "backward": 0.55}
-"""Shares of the bf16 rate that fused attention reaches. Assumed."""
+"""Shares of the bf16 rate reached by fused attention. Assumed."""
 SMALL = 32_000_000
-"""Bytes below which a kernel's machine code is not looked at: it takes some microseconds."""
+"""Bytes below which a kernel's machine code is ignored: it takes some microseconds."""
 
 
 def of_kernel(bytes_: float, work: Work, chip: Chip) -> float:
-    """What takes longest: memory, the issue of instructions, or one of the units that not all lanes have."""
+    """Return the longest time: of memory, of instruction issue, or of a unit missing in some lanes."""
     cycles = chip.multiprocessors * chip.clock * ISSUED
     lanes = (LANES, LANES / 2, LANES / 8)
     return max(bytes_ / (OF_A_COPY * chip.copy), *(n / (cycles * lane) for n, lane in zip(work, lanes, strict=True)))
 
 
 def of_bytes(bytes_: float, chip: Chip) -> float:
-    """Of a kernel whose instructions are not known."""
+    """Time a kernel without known instructions."""
     return of_kernel(bytes_, NOTHING, chip) + BETWEEN_KERNELS
 
 
@@ -37,7 +37,7 @@ def of_generated(kernel: Kernel, chip: Chip, machine_code: bool = True) -> float
 
 
 def best(kernel: Kernel, chip: Chip) -> tuple[float, Analysis]:
-    """Seconds in the quickest configuration. Further ones are looked at where instructions take longer than memory."""
+    """Return the seconds of the fastest configuration. Try further ones if instructions take longer than memory."""
     of = kernel.name, kernel.source
     found = of_inductor(*of)
     seconds = of_kernel(kernel.bytes, found.work, chip)

@@ -1,4 +1,4 @@
-"""What is predicted: a backend, with fields of its recipe, as text."""
+"""Write a predicted backend, with fields of its recipe, as text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _value(text: str) -> Any:
 
 
 def level_of(spec: str) -> str | None:
-    """The level of MS-AMP whose optimizer it has, such as `O2`."""
+    """Return the MS-AMP level of the backend's optimizer, such as `O2`."""
     found = re.search(r"msamp:(O[1-5])", spec)
     return found and found[1]
 
 
 def convert(model: nn.Module, spec: str) -> nn.Module:
-    """The model prepared for a backend; as it was for bf16."""
+    """Return the model prepared for a backend; unchanged for bf16."""
     backend, fields = split(spec)
     if backend == TORCHAO:
         from torchao.float8 import convert_to_float8_training

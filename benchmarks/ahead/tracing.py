@@ -1,8 +1,7 @@
-"""Forward and backward of a module on a GPU that is not there, as graphs of PyTorch's operators.
+"""Trace forward and backward of a module on an absent GPU, as graphs of PyTorch's operators.
 
-Dynamo traces with fake tensors of the GPU, so that code which asks for the device takes the GPU's way. PyTorch's
-autograd cannot run on these: the graph that Dynamo found goes through AOTAutograd on fake tensors of the CPU, and what
-that makes is brought to the GPU again.
+Dynamo traces with fake GPU tensors, so device checks take the GPU's branch. PyTorch's autograd cannot run on these:
+Dynamo's graph passes AOTAutograd on fake CPU tensors, and the result moves back to the GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ VIEWS = frozenset(
     "new_empty empty_strided unbind split narrow as_strided squeeze _reshape_alias view_as new_empty_strided "
     "split_with_sizes is_same_size lift_fresh".split()
 )
-"""Operators that launch nothing."""
+"""Operators without a launch."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Graph(NamedTuple):
-    """Operators of ATen, with the inputs that they take."""
+    """List ATen operators with their inputs."""
 
     module: fx.GraphModule
     inputs: list[Any]
@@ -35,12 +34,12 @@ class Graph(NamedTuple):
 
 class Traced(NamedTuple):
     forward: list[Graph]
-    """More than one where Dynamo broke the graph."""
+    """More than one after a graph break of Dynamo."""
     backward: list[Graph]
 
 
 class _Piece(NamedTuple):
-    """What Dynamo found between two breaks."""
+    """Hold Dynamo's graph between two breaks."""
 
     module: fx.GraphModule
     inputs: list[Any]
@@ -48,8 +47,8 @@ class _Piece(NamedTuple):
 
 
 def traced(function: Callable, *arguments, decompositions: dict | None = None, **keywords) -> Traced:
-    """Call inside of `FakeTensorMode`, with fake tensors of the GPU; autocast counts as it is set. Without
-    decompositions the graphs have the operators that eager PyTorch would call."""
+    """Call inside `FakeTensorMode`, with fake GPU tensors; the current autocast applies. Without decompositions the
+    graphs have the operators that eager PyTorch would call."""
     pieces: list[_Piece] = []
 
     def keep(module: fx.GraphModule, inputs: list) -> Callable:
@@ -139,7 +138,7 @@ def on_gpu(graph: Graph) -> tuple[FakeTensorMode, list[Any]]:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A fake tensor of that device for a tensor; anything else as it is."""
+    """Return a fake tensor of this device for a tensor; anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if is_traceable_wrapper_subclass(value):
@@ -154,7 +153,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _move(module: fx.GraphModule, device: torch.device) -> None:
-    """Every device that a graph names becomes this one."""
+    """Replace every device in a graph by this one."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device):

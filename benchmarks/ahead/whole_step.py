@@ -1,4 +1,4 @@
-"""A whole training step, added up from its parts: each line a number of seconds and where it is from."""
+"""Sum a whole training step from its parts: each line is a number of seconds and its source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from machine_code import NOTHING, Work
 from specs import PLAIN, TORCHAO
 
 FUSED_ADAMW = 28.0
-"""Bytes an element that PyTorch's fused AdamW over FP32 reads and writes: weight, gradient and two states read, all but
+"""Bytes per element read and written by PyTorch's fused AdamW over FP32: weight, gradient and two states read, all but
 the gradient written."""
 
 
 CAST_OF_A_GRADIENT = (4, 4 + 1)
-"""Bytes an element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
+"""Bytes per element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
 LAUNCHES_OF_A_NOTE = 2
-"""Of `fp8_backends::note_backward`, an operator of compiled code: counts, and the amax of rules with a state."""
+"""Launches of `fp8_backends::note_backward`, an operator of compiled code: counts, and the amax of rules with a
+state."""
 
 
 class Line(NamedTuple):
@@ -27,8 +28,8 @@ class Line(NamedTuple):
 
 
 def optimizer_seconds(parameters: int, of_an_element: dict | None, chip: Chip) -> float:
-    """Of parameters that are stored alike. of_an_element: what the kernels of a level cost; None: PyTorch's fused
-    AdamW, or a kernel that reads and writes the same FP32."""
+    """Return the optimizer's seconds for parameters in one format. of_an_element: what the kernels of a level cost;
+    None: PyTorch's fused AdamW, or a kernel that reads and writes the same FP32."""
     if of_an_element is None:
         return roofline.of_kernel(FUSED_ADAMW * parameters, NOTHING, chip)
     bytes_ = (of_an_element["read"] + of_an_element["written"]) * parameters
@@ -37,20 +38,20 @@ def optimizer_seconds(parameters: int, of_an_element: dict | None, chip: Chip) -
 
 
 def gradient_casts(elements: int, chip: Chip) -> float:
-    """Of so many scaled weights' gradients, which a hook casts one by one."""
+    """Return the seconds of a hook's casts of this many scaled weights' gradients, one by one."""
     return sum(roofline.of_kernel(size * elements, NOTHING, chip) for size in CAST_OF_A_GRADIENT)
 
 
 def share_of_a_copy(of_an_element: dict, chip: Chip) -> float:
-    """The bandwidth of the optimizer's kernels over that of a copy."""
+    """Return the bandwidth of the optimizer's kernels over a copy's."""
     seconds = optimizer_seconds(1, of_an_element, chip)
     return (of_an_element["read"] + of_an_element["written"]) / chip.copy / seconds
 
 
 def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> list[Line]:
-    """traced: what `compiled_layers.py` prints."""
+    """Return the lines of a step. traced: the output of `compiled_layers.py`."""
     layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
-    scaled = traced.get("scaled", 0)  # which records that were made first do not tell
+    scaled = traced.get("scaled", 0)  # missing in the oldest records
     casts = [Line("gradients' casts", gradient_casts(scaled, chip), "9 bytes an element of the layers' weights")]
     stored = traced.get("stored", scaled) if of_an_element else 0
     optimizer = optimizer_seconds(traced["parameters"] - stored, None, chip)
@@ -75,8 +76,8 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
 
 
 def ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, float | None]:
-    """What the targets ask for, from the seconds of a step and the peak bytes of each backend: of backends by their
-    names alone, and of those with a fused head."""
+    """Return the figures of the targets, from the seconds of a step and the peak bytes of each backend: plain backends,
+    and backends with a fused head."""
     found = _ratios({name: each for name, each in seconds.items() if "?" not in name}, peaks)
     fused = {name: each for name, each in seconds.items() if "fused_head=True" in name}
     if fused:

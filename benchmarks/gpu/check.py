@@ -1,4 +1,4 @@
-"""Is FP8 on this GPU right? Every product kind and a training step of each backend against the CPU's numbers.
+"""Compare FP8 on this GPU with the CPU's numbers: every kind of product, and a training step of each backend.
 
 Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks without a GPU.
 """
@@ -31,8 +31,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize  # noqa: F
 
 SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 QUICK = SCALINGS[:2]
-"""The rules of the quick checks. Each rule, format, dtype and alignment is a kernel of its own, which Triton compiles
-for about a second: all checks need some 140, the quick ones some 30."""
+"""The rules of the quick checks. Triton compiles a kernel for each rule, format, dtype and alignment, about a second
+each: all checks need some 140, the quick ones some 30."""
 RESULTS: list[dict] = []
 
 
@@ -80,7 +80,7 @@ def same_codes(name: str, device: str, quick: bool) -> None:
 
 def products(name: str, device: str, compiled: bool, quick: bool) -> None:
     """y, dx, dw, db of one layer on the device against the same layer on the CPU, ragged sizes included."""
-    formats = ("HYBRID",) if compiled or quick else ("HYBRID", "E4M3")  # each case is compiled anew
+    formats = ("HYBRID",) if compiled or quick else ("HYBRID", "E4M3")  # each case is compiled again
     rules, dtypes = (QUICK, (torch.bfloat16,)) if quick else (SCALINGS, (torch.bfloat16, torch.float32))
     grid = itertools.product(rules, formats, dtypes, ((256, 256, 512), (50, 33, 72)))
     for backend, fmt, dtype, (tokens, n_in, n_out) in grid:
@@ -140,7 +140,7 @@ def optimizer_step(name: str, device: str, compiled: bool, quick: bool) -> None:
                 AdamSteps([job], fused=compiled and where == device).run()
             made[where] = [_data(each).cpu() for each in (weight, *states)]
         pairs = zip(made["cpu"], made[device], strict=True)
-        # square roots and fused multiplications differ in FP32's last bit, which now and then decides a rounding
+        # square roots and fused multiplications differ in FP32's last bit, and sometimes change a rounding
         differing = [(~_equal(a, b)).float().mean().item() for a, b in pairs]
         passed = max(differing) <= 1e-2
         check(f"{name} {level} {rounding}", passed, differing_weight_exp_avg_exp_avg_sq=differing)

@@ -1,13 +1,14 @@
-"""Golden tensors of TransformerEngine: what its kernels make of small inputs, and whether `native` makes the same.
+"""Record golden tensors of TransformerEngine, the results of its kernels on small inputs, and compare them with
+`native`.
 
     python benchmarks/gpu/golden.py --out DIR          on a GPU: records DIR/te_golden.safetensors, then compares
     python benchmarks/gpu/golden.py --compare FILE     anywhere, without TransformerEngine: compares only
 
 One `te.Linear` without bias, five steps: ordinary values, a hundred times as large, all zero, an inf, ordinary again.
 Recorded for each recipe and step: input, weight and output gradient; their FP8 codes and scale_inv as the products get
-them, in both directions for blocks; output and gradients; scales and amax histories after the step. `native` must have
-the same codes, scales and histories to the bit; products are held against the exact ones of the recorded codes.
-Exits with 1 where something differs, with 2 where TransformerEngine cannot run. `--standin` rehearses on a CPU.
+them, in both directions for blocks; output and gradients; scales and amax histories after the step. `native` must match
+codes, scales and histories bitwise; products are compared with exact products of the recorded codes. Exits with 1 at a
+difference, with 2 if TransformerEngine cannot run. `--standin` rehearses on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fp8_backends.formats import scaling  # noqa: E402
 from fp8_backends.formats.formats import E4M3, E5M2  # noqa: E402
 from fp8_backends.kernels.quantize import quantize  # noqa: E402
 
-TOKENS, IN, OUT = 16, 144, 16  # a second block of 128 in the input that is cut off
+TOKENS, IN, OUT = 16, 144, 16  # a second, partial block of 128 in the input
 HISTORY = 4
 RECIPES = {
     # name: (TransformerEngine's class, its fields, formats of forward and gradient)
@@ -43,7 +44,7 @@ RECIPES = {
     "blockwise": ("Float8BlockScaling", {}, (E4M3, E4M3)),
 }
 OPERANDS = {"TN": ("w", "x"), "NN": ("w_columns", "dy"), "NT": ("x_columns", "dy_columns")}
-"""By the layout of a product: fprop, dgrad and wgrad, and which operand is which."""
+"""By the layout of a product: fprop, dgrad and wgrad, and the role of each operand."""
 LARGEST_FILE = 400_000
 
 
@@ -102,7 +103,7 @@ def record(device: str) -> dict[str, torch.Tensor]:
 
 
 def watched(multiply: Any, found: dict[str, torch.Tensor], prefix: str) -> Any:
-    """TransformerEngine's function of every product, whose operands are kept."""
+    """Wrap TransformerEngine's function of every product, and keep the operands."""
 
     def multiply_and_keep(a, b, *args, **kwargs):
         for operand, tensor in zip(OPERANDS[kwargs.get("layout", "TN")], (a, b), strict=True):
@@ -141,7 +142,7 @@ def keep_state(found: dict[str, torch.Tensor], prefix: str, layer: Any) -> None:
 
 
 def differences(found: dict[str, torch.Tensor]) -> list[str]:
-    """What `native` makes differently from the recorded tensors, in words."""
+    """Describe differences between `native` and the recorded tensors."""
     wrong: list[str] = []
     for name, (_, fields, formats) in RECIPES.items():
         state = scaling.new_delayed_state(HISTORY)
@@ -187,9 +188,9 @@ def unequal_state(found: dict[str, torch.Tensor], prefix: str, state: torch.Tens
 
 
 def wrong_products(found: dict[str, torch.Tensor], prefix: str, formats: tuple) -> list[str]:
-    """Results that are further from the exact product of the recorded codes than their rounding explains.
+    """Return results further from the exact product of the recorded codes than rounding allows.
 
-    A result in bf16 is off by half a step, 2**-9 of it; the tensor cores keep at least 13 bits of a sum's parts.
+    A bf16 result is off by half a step, 2**-9 of it; tensor cores keep at least 13 bits of a sum's parts.
     """
     values = {key: recorded_values(found, prefix, key, formats) for key in ("x", "w", "dy")}
     columns = {key: recorded_values(found, prefix, f"{key}_columns", formats) for key in ("x", "w", "dy")}

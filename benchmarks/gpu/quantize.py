@@ -1,10 +1,10 @@
-"""How near to the memory's bandwidth do the kernels come that quantize a matrix?
+"""Compare the bandwidth of kernels that quantize a matrix with the memory's.
 
 Each kernel of the native compute against a copy in the same run: bytes read plus written, over the time, as a share of
 the copy's. `dynamic` and `rowwise` read the matrix twice, since the scales follow from all of it; `least` counts every
-matrix once. Launches are replayed from a CUDA graph, so that what is measured is the kernels and not Python; `call_us`
-has the same from Python. Inputs rotate, so that none lies in the cache. First of all, every kernel's results are
-compared with the eager reference on the same device, to the bit: exits with 1 if one differs.
+matrix once. Launches are replayed from a CUDA graph, to time kernels without Python; `call_us` includes Python. Inputs
+rotate to miss the cache. First of all, every kernel's results are compared with the eager reference on the same device,
+to the bit: exits with 1 if one differs.
 
     python benchmarks/gpu/quantize.py [--tiles] [--json FILE]
 
@@ -53,12 +53,12 @@ KERNELS: dict[str, tuple[Callable, int, int]] = {
     "blockwise 128 x 128, both": (lambda x: blocks(x, SQUARES), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
     "mxfp8, both": (lambda x: blocks(x, MX), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
 }
-"""What is called; bytes an element that its passes move; the least that any could. Scales are not counted: at most 1/16
-of a byte an element."""
+"""The function; bytes per element moved by its passes; the minimum of any. Scales are not counted: at most 1/16 of a
+byte per element."""
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """The first of the two passes of `dynamic`, alone."""
+    """Run only the first of the two passes of `dynamic`."""
     if not triton_gate.usable(x):
         return quantization.amax_of(x)
     from fp8_backends.kernels import triton_matrix
@@ -67,7 +67,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor) -> torch.Tensor:
-    """A scale for this device, made once."""
+    """Return a scale for this device, created once."""
     return _ONES.setdefault(x.device, torch.ones((), device=x.device))
 
 
@@ -79,7 +79,7 @@ def blocks(x: torch.Tensor, kind: scaling.Blocks, rows: bool = True, columns: bo
 
 
 def differences(device: str) -> list[str]:
-    """Kernels whose results are not the eager reference's, on this device."""
+    """Return the kernels with results unlike the eager reference on this device."""
     x = (torch.randn(200, 336, device=device) * torch.logspace(-6, 3, 336, device=device)).bfloat16()
     x[3, 5], x[70] = float("nan"), 0
     with_inf, wrong = x.clone(), []
@@ -115,7 +115,7 @@ def inputs(shape: tuple[int, int], device: str) -> list[torch.Tensor]:
 
 
 def over_all(function: Callable, matrices: list[torch.Tensor]) -> Callable[[], None]:
-    """One call for every input; on a GPU a graph that is replayed."""
+    """Return one call for every input; on a GPU a replayed graph."""
 
     def run() -> list:
         return [function(x) for x in matrices]
@@ -131,7 +131,7 @@ def over_all(function: Callable, matrices: list[torch.Tensor]) -> Callable[[], N
 
 
 def call_microseconds(function: Callable, x: torch.Tensor, calls: int = 20) -> float:
-    """From Python, until the device has done it."""
+    """Return the time of a call from Python, until the device has finished."""
     seconds = []
     for _ in range(calls):
         synchronize()
@@ -143,7 +143,7 @@ def call_microseconds(function: Callable, x: torch.Tensor, calls: int = 20) -> f
 
 
 def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> list[dict]:
-    """Of one shape: the copy first."""
+    """Measure one shape: the copy first."""
     matrices = inputs(shape, device)
     target, found = torch.empty_like(matrices[0]), []
     copied = over_all(lambda x: target.copy_(x), matrices)
@@ -171,7 +171,7 @@ def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> l
 
 
 def other_tiles() -> dict:
-    """The same kernels with other tiles; the one in use is among KERNELS."""
+    """Return the same kernels with other tiles; KERNELS has the default."""
     from fp8_backends.kernels import triton_blocks, triton_matrix
     from fp8_backends.kernels.triton_matrix import Tile
 

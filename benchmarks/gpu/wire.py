@@ -38,7 +38,7 @@ BACKENDS = {
 }
 WIDTH, STEPS = 256, 30
 LARGEST_GAP = 0.02
-"""Relative, of the mean of the last five losses to those of one rank: gradients differ by 4 % and less."""
+"""Relative difference of the mean of the last five losses to one rank's: gradients differ by 4 % and less."""
 
 
 def check(name: str, passed: bool, **figures) -> None:

@@ -1,14 +1,14 @@
-"""Whether `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on other batches too.
+"""Test if `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on other batches, too.
 
     benchmarks/reliability/advise.py [--quick] [--out FOLDER]
 
-A small Llama is trained in FP32 on Python's sources, and then gets what large models grow in a long run: channels of
-an activation that are many times as large as the others. A channel is multiplied where it is made and divided where it
-is read, so the function stays what it was in FP32. The layers on both sides are frozen: AdamW would take steps at their
-weights that are far too large in any precision. A model without norms gets batches of unlike magnitude instead.
+A small Llama is trained in FP32 on Python's sources, and then gets the outliers of large models after a long run:
+activation channels many times larger than the others. A channel is multiplied by its producer and divided by its
+reader, so the FP32 function stays the same. The layers on both sides are frozen: AdamW would take far too large steps
+at their weights in any precision. A model without norms gets batches of unlike magnitude instead.
 
-It exits with 1 where a model in trouble is not helped, where the healthy one is not left alone, or where the advised
-recipe trains worse than the given one. One model is beyond help: its row says what was found.
+It exits with 1 if a model in trouble gets no help, if the healthy one gets a change, or if the advised recipe trains
+worse than the given one. One model is beyond help: its row shows the result.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch import nn
 
 SHARE, RATIO = 0.95, 0.5
 HARM = 0.01
-"""What the advised recipe's held-out loss may be above the given one's, or above FP32's, whichever is more."""
+"""Largest excess of the advised recipe's held-out loss over the given one's, or over FP32's, the larger of the two."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is trained and measured."""
+    """Set the amount of training and measurement."""
 
     base_steps: int = 150
     base_batch: int = 8
@@ -51,19 +51,19 @@ QUICK = Sizes(base_steps=20, base_batch=2, batch=2, sequence=32, steps=5)
 
 @dataclass(frozen=True)
 class Case:
-    """A model in some trouble, and what is expected of the advice."""
+    """Describe a model in some trouble, and the expected advice."""
 
     name: str
     trouble: str
     given: str
     expected: str
-    """Help by "layers" or by "scaling" (whichever is found must keep the promise), "nothing" for a healthy model, or
-    "no help" for one beyond it, whose result is shown and not judged."""
+    """Help by "layers" or by "scaling" (the one found must keep the promise), "nothing" for a healthy model, or "no
+    help" for one beyond help, with its result shown and not judged."""
     make: Callable[[nn.Module], nn.Module]
 
 
 def in_attention(model: nn.Module, power: int, blocks: range) -> nn.Module:
-    """Two channels of what queries, keys and values of these blocks are made from, 2**power times as large."""
+    """Scale two input channels of queries, keys and values in these blocks by 2**power."""
     for block in list(model.model.layers)[blocks.start : blocks.stop]:
         attention = block.self_attn
         readers = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -76,7 +76,7 @@ def in_attention(model: nn.Module, power: int, blocks: range) -> nn.Module:
 
 
 def in_mlp(model: nn.Module, power: int, blocks: range) -> nn.Module:
-    """Two channels inside the SwiGLU of these blocks, 2**power times as large: what `down_proj` reads."""
+    """Scale two channels inside the SwiGLU of these blocks, the input of `down_proj`, by 2**power."""
     for block in list(model.model.layers)[blocks.start : blocks.stop]:
         with torch.no_grad():
             block.mlp.up_proj.weight[[3, 77]] *= 2.0**power
@@ -155,7 +155,7 @@ class LanguageModel:
         return [self._inputs(each) for each in windows.split(self.sizes.batch)]
 
     def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
-        """The model in its trouble, and what `advise` takes beside it."""
+        """Return the model in its trouble, and the other arguments of `advise`."""
         data = {"batches": self.batches(4, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
         data["train_on"] = self.batches(self.sizes.steps, seed=2)
         return case.make(copy.deepcopy(self.model)), data
@@ -166,7 +166,7 @@ class LanguageModel:
 
 
 class Unlike:
-    """A model without norms, whose batches are in turn small and 1,024 times as large."""
+    """Build a model without norms for alternating batches: small, and 1,024 times as large."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -194,7 +194,7 @@ class Unlike:
 
 
 def measure(case: Case, source: LanguageModel | Unlike) -> dict:
-    """Ask for advice, and note what it gave."""
+    """Ask for advice, and record it."""
     import fp8_backends
     from fp8_backends.advice import GradientGap
 
@@ -249,7 +249,7 @@ def loss_after(model: nn.Module, recipe: Any, data: dict[str, Any], lr: float) -
 
 
 def broken(result: dict) -> Iterator[str]:
-    """What a result does not keep of what is promised."""
+    """Return the violated promises of a result."""
     if result["expected"] == "no help":
         return
     if result["expected"] == "nothing":
@@ -281,7 +281,7 @@ def main() -> None:
             continue
         results.append(measure(case, Unlike(sizes) if case is UNLIKE else language_model))
         print(f"{case.name}: {results[-1]['advice']['verdict']}", flush=True)
-        if args.out:  # after each, for a run that is cut short
+        if args.out:  # after each, in case the run is cut short
             record = {"sizes": vars(sizes), "results": results}
             write_json(str(args.out / f"advise_cpu_{cpu_features()}.json"), record)
     print()

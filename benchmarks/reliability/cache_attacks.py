@@ -1,12 +1,12 @@
-"""What can go wrong with the compiled optimizer step of a CPU, tried: foreign code in its cache, damaged libraries,
-threads and processes at first use, compilers with arguments, processes that are killed, disks that are full.
+"""Attack the compiled optimizer step of a CPU: foreign code in its cache, damaged libraries, threads and processes at
+first use, compilers with arguments, killed processes, full disks.
 
     python benchmarks/reliability/cache_attacks.py [--quick] [--only TEXT] [--out FOLDER]
 
 Each trial is a process that takes one step of Adam by the compiled kernel, and compares it with PyTorch's operations.
-An attack has succeeded where foreign code ran, where the process died, where its step is not the same to the bit, where
-the kernel was not compiled though it could be, or where a message or a compilation came too often. Exits with 1 if any
-did. What needs rights that this user lacks is not tried, and the table says so.
+An attack succeeds if foreign code runs, the process dies, its step differs in a bit, the kernel is not compiled though
+it could be, or a message or a compilation repeats. Exits with 1 if any succeeds. Attacks that need further rights are
+not tried, and listed so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_EXEC, _PRIVATE, _RECURSIVE = 8, 1 << 18, 1 << 14
 
 
 class NotTried(Exception):
-    """An attack needs rights that this user does not have."""
+    """Signal an attack that needs further rights."""
 
 
 class Result(NamedTuple):
@@ -68,7 +68,7 @@ def job() -> Job:
 
 
 def step() -> dict:
-    """One step; whether the kernel made it, whether it is PyTorch's to the bit, and the warnings."""
+    """Take one step; return if the kernel made it, if it matches PyTorch's bits, and the warnings."""
     ours, expected = job(), job()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -95,7 +95,7 @@ def steps_of_threads(count: int) -> list[dict]:
 
 
 class Child:
-    """A process that was forked from this one, which has imported everything."""
+    """Fork from this process, which has imported everything."""
 
     def __init__(self, function: Callable[[], object], environment: dict[str, str], folder: Path | None = None):
         read, write = os.pipe()
@@ -105,7 +105,7 @@ class Child:
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 os.environ.update(environment)
-                tempfile.tempdir = None  # what this one has chosen
+                tempfile.tempdir = None  # the choice of this one
                 if folder is not None:
                     os.chdir(folder)
                 with open(write, "w") as answer:
@@ -119,7 +119,7 @@ class Child:
         os.close(write)
 
     def answer(self) -> object:
-        """What the function returned; None if the process died."""
+        """Return the function's result; None if the process died."""
         with open(self._read) as text:
             answer = text.read()
         _, status = os.waitpid(self.pid, 0)
@@ -135,11 +135,11 @@ def is_wrong(answer: object, compiled: bool = True, most_warnings: int = 0) -> b
     )
 
 
-# What attacks are made of
+# Parts of attacks
 
 
 class Place:
-    """A folder with a home, a compiler that is done at once, and code of somebody else that leaves a trace."""
+    """Provide a folder with a home, a fast compiler, and foreign code that leaves a trace."""
 
     def __init__(self, folder: Path):
         self.folder, self.trace, self.log = folder, folder / "trace", folder / "log"
@@ -162,10 +162,10 @@ class Place:
         Child(step, self.environment(home)).answer()
         (library,) = (home / "fp8_backends").glob("*.so")
         self.name = library.name
-        """Of the library, where it is the copying compiler's."""
+        """Path of the library of the copying compiler."""
 
     def write_compiler(self, name: str, line: str) -> Path:
-        """A compiler that logs its call, and then does this with `$target`."""
+        """Write a compiler that logs its call, and then runs this on `$target`."""
         script = self.folder / name
         find = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && target=$2; shift; done'
         script.write_text(f'#!/bin/sh\necho compiled >> {self.log}\nall="$*"\n{find}\n{line}\n')
@@ -182,13 +182,13 @@ class Place:
         return {"XDG_CACHE_HOME": str(home), "HOME": str(self.folder), "CXX": str(compiler or self.compiler)}
 
     def evil_name(self) -> str:
-        """The name under which the code of somebody else is looked for."""
+        """Return the file name at which foreign code would be loaded."""
         stem, _, digest = self.name.removesuffix(".so").rpartition("-")
         named_by_content = len(digest) == 64
         return f"{stem}-{hashlib.sha256(self.evil.read_bytes()).hexdigest()}.so" if named_by_content else self.name
 
     def plant(self, cache: Path) -> Path:
-        """Somebody else's code in a cache folder, which is made."""
+        """Put foreign code into a new cache folder."""
         cache.mkdir(exist_ok=True, parents=True)
         planted = cache / self.evil_name()
         shutil.copy(self.evil, planted)
@@ -217,7 +217,7 @@ def give(*paths: Path) -> None:
         os.chown(path, ANOTHER_USER, ANOTHER_USER, follow_symlinks=False)
 
 
-# Attacks: each yields for every trial whether it succeeded
+# Attacks: each yields its success for every trial
 
 
 def code_in_a_cache_that_others_may_write(place: Place) -> Iterator[bool]:
@@ -247,7 +247,7 @@ def code_below_a_folder_of_another_user(place: Place) -> Iterator[bool]:
 
 def code_below_a_folder_that_others_may_write(place: Place) -> Iterator[bool]:
     need_root()
-    for mode, group in ((0o777, -1), (0o770, ANOTHER_USER)):  # one's own group may be one's own alone
+    for mode, group in ((0o777, -1), (0o770, ANOTHER_USER)):  # a user's own group may be private
         above = place.home()
         place.plant(above / "cache" / "fp8_backends")
         os.chown(above, -1, group)
@@ -326,7 +326,7 @@ def a_thread_whose_compilation_fails(place: Place) -> Iterator[bool]:
 
 
 def in_new_pids(function: Callable[[], object]) -> object:
-    """What a function returns in a process whose number is 1."""
+    """Return the function's result from a process with number 1."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_PIDS):
         return "not permitted"
     return Child(lambda: function() if os.getpid() == 1 else None, {}).answer()
@@ -347,7 +347,7 @@ def processes_of_equal_number_at_first_use(place: Place, count: int) -> Iterator
 
 
 def processes_where_files_cannot_be_locked(place: Place, count: int) -> Iterator[bool]:
-    """A stand-in for such a file system: `flock` of the C library says what it would say there."""
+    """Replace `flock` of the C library: it answers like a file system without locks."""
 
     def unlocked() -> dict:
         def flock(descriptor: int, operation: int) -> None:
@@ -389,7 +389,7 @@ def processes_killed_while_they_compile(place: Place, count: int) -> Iterator[bo
 
 
 def a_lock_that_is_never_released(place: Place) -> Iterator[bool]:
-    """By a process that was forked while its parent compiled, and outlives it; the wait is shortened."""
+    """Hold the lock in a process forked while its parent compiles, and outliving it; the wait is shortened."""
     home = place.home()
     Child(step, place.environment(home)).answer()
     (library,) = (home / "fp8_backends").glob("*.so")
@@ -409,7 +409,7 @@ def a_lock_that_is_never_released(place: Place) -> Iterator[bool]:
 
 
 def in_mount(folder: Path, flags: int, options: str, function: Callable[[], object]) -> Callable[[], object]:
-    """The function, in a process that sees a disk of its own at this folder."""
+    """Run the function in a process with a separate disk mounted at this folder."""
 
     def run() -> object:
         library = ctypes.CDLL(None, use_errno=True)
@@ -446,7 +446,7 @@ def a_disk_from_which_nothing_may_run(place: Place) -> Iterator[bool]:
     home = place.home()
     run = in_mount(home, _NO_EXEC, "mode=0700", step)
     yield is_wrong(permitted(Child(run, place.environment(home)).answer()), most_warnings=1)
-    # and no other place either: the step is slower, and one warning says what to do
+    # and no other folder either: the step is slower, and one warning names the fix
     answer = permitted(Child(run, place.environment(home) | {"TMPDIR": str(home)}).answer())
     yield is_wrong(answer, False, most_warnings=1) or "XDG_CACHE_HOME" not in answer["warnings"][0]
 
@@ -495,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="attacks with this text in their name")
     parser.add_argument("--out", type=Path, help="folder for the record")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)  # processes are forked from this one, which therefore starts no threads
+    torch.set_num_threads(1)  # processes are forked from this one, so it starts no threads
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder).resolve())

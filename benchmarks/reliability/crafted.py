@@ -1,12 +1,11 @@
-"""Is a crafted state ever loaded, and does a refusal leave model and optimizer as they were?
+"""Load crafted states: each must be refused, with model and optimizer unchanged.
 
-Every field of what a checkpoint holds meets every fault that it can have: the optimizer's state dict at each level,
-plain and as scaled tensors; scaling states of `native:delayed` and of the window rule; pickled scaled tensors; and the
-files of `load_state` for two models with an optimizer each, where the fault lies in the last. Each must be refused by
-an `FP8BackendError`, after which every stored byte is what it was. States that a training leaves, or another program
-writes, are tried as well, and must load.
+Every field of a checkpoint gets every fault of its kind: the optimizer's state dict at each level, plain and as scaled
+tensors; scaling states of `native:delayed` and of the window rule; pickled scaled tensors; and the files of
+`load_state` for two models with an optimizer each, with the fault in the last. Each must be refused by an
+`FP8BackendError` without a changed byte. Genuine states, and states from other programs, must load.
 
-Exits with 1 when one is not. The faults are in the contents alone: nothing here has a checksum that would tell.
+Exits with 1 otherwise. Faults are only in the contents: no checksum here reveals them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LEVELS = (*(f"msamp:O{number}" for number in range(1, 5)), "native:dynamic+msamp
 
 
 class Case(NamedTuple):
-    """One crafted state."""
+    """Describe one crafted state."""
 
     field: str
     fault: str
@@ -59,7 +58,7 @@ class Case(NamedTuple):
 
 
 class Run:
-    """One or two small models with an optimizer each, prepared together and trained for two steps."""
+    """Prepare one or two small models together, with an optimizer each, and train them for two steps."""
 
     def __init__(self, backend: str, models: int = 1, made: list[nn.Module] | None = None, **fields: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -78,7 +77,7 @@ class Run:
                 optimizer.zero_grad()
 
     def stored(self) -> list[tuple[str, Any]]:
-        """Every byte that the models, their scaling states and the optimizers store, and the optimizers' options."""
+        """Return every byte stored by models, scaling states and optimizers, and the optimizers' options."""
         found: list[tuple[str, Any]] = []
         for model in self.models:
             found += [(name, bytes_of(p)) for name, p in (*model.named_parameters(), *model.named_buffers())]
@@ -97,7 +96,7 @@ class Run:
 
 
 def bytes_of(value: Any) -> Any:
-    """All that a tensor stores; another value itself."""
+    """Return all bytes stored by a tensor; another value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     parts = stored_parts(value.detach(), exact=True)
@@ -108,7 +107,7 @@ def bytes_of(value: Any) -> Any:
 
 
 def put(value: Any, at: tuple) -> Callable[[Any], None]:
-    """A damage: that value at that place of nested dicts, lists and tensors."""
+    """Return a damage: this value at this place of nested dicts, lists and tensors."""
 
     def damage(state: Any) -> None:
         *way, last = at
@@ -162,7 +161,7 @@ SCALES = {"0": 0.0, "negative": -1.0, "NaN": NAN, "inf": INF, "beyond FP32 with 
 
 
 def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
-    """Faults of an optimizer's state dict. States are damaged in the last parameter that has one of their kind."""
+    """Yield faults of an optimizer's state dict, in the last parameter with a state of each kind."""
     last = max(state["state"])
     matrix = max(key for key, each in state["state"].items() if each["exp_avg"].dim() == 2)
     for value in STEPS:
@@ -204,7 +203,7 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
 
 
 def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
-    """Faults of a state dict with states as they are stored, which version 0.1 wrote."""
+    """Yield faults of a state dict with states in their stored form, as written by version 0.1."""
     for key, states in state["state"].items():
         for name in ("exp_avg", "exp_avg_sq"):
             if key == 4 and isinstance(states[name], ScaledTensor):
@@ -264,7 +263,7 @@ def of_scaling(state: dict[str, Any]) -> Iterator[Case]:
 
 
 def as_bits(row: int, column: int, number: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A scaling state with another FP32 number at that place."""
+    """Return a scaling state with another FP32 number at this place."""
 
     def change(state: torch.Tensor) -> torch.Tensor:
         changed = state.clone()
@@ -275,7 +274,7 @@ def as_bits(row: int, column: int, number: float) -> Callable[[torch.Tensor], to
 
 
 class Pickled:
-    """Pickles as a ScaledTensor of such parts."""
+    """Pickle as a ScaledTensor of these parts."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -285,7 +284,7 @@ class Pickled:
 
 
 def pickles() -> Iterator[tuple[str, str, Pickled]]:
-    """Field, fault, and what pickles with it."""
+    """Yield field, fault, and an object that pickles with it."""
     codes, scale, fp8 = torch.zeros(4, 4, dtype=torch.uint8), torch.ones(()), torch.float8_e4m3fn
     context = (torch.float32, 0, False, False)
     sound = [codes, fp8, scale, context, False, {}]
@@ -343,11 +342,11 @@ FILES = {
     "fp8_scaling_0.safetensors": ("", "{", None),
     "optimizer_1.bin": ("", "PK", None),
 }
-"""Contents that are no contents; None: the file is missing."""
+"""Contents without meaning; None: the file is missing."""
 
 
 def of_files(folder: Path) -> Iterator[Case]:
-    """Faults in the files of `load_state`, those of states in what belongs to the second model."""
+    """Yield faults in the files of `load_state`: state faults belong to the second model."""
     for name, texts in FILES.items():
         for text in texts:
             yield Case(name, "missing" if text is None else repr(text), lambda at, n=name, t=text: _write(at / n, t))
@@ -378,18 +377,18 @@ def _in_file(name: str, damage: Callable[[Any], None]) -> Callable[[Path], None]
 
 
 def without_manifest(folder: Path) -> None:
-    """Take away what would tell of a changed file by its checksum: the contents alone must."""
+    """Remove checksums, so that only the contents reveal a changed file."""
     (folder / "fp8_manifest.json").unlink(missing_ok=True)
     metadata = json.loads((folder / "fp8_backend.json").read_text())
     metadata.pop("manifest", None)
     (folder / "fp8_backend.json").write_text(json.dumps(metadata))
 
 
-# States that must load
+# Valid states
 
 
 def sound(state: dict[str, Any]) -> Iterator[Case]:
-    """What a training leaves, or another program writes."""
+    """Yield states from trainings, or from other programs."""
     yield Case("state", "as it was saved", lambda state: None)
     yield Case("state", "none yet", put({}, ("state",)))
     yield Case("step", "a Python number", put(lambda step: int(step), ("state", 0, "step")))
@@ -413,7 +412,7 @@ def sound(state: dict[str, Any]) -> Iterator[Case]:
 
 
 def outcome(run: Run, load: Callable[[], Any], before: list[tuple[str, Any]]) -> str:
-    """What became of a crafted state: empty where it was refused and nothing changed."""
+    """Return the outcome of a crafted state: empty if it was refused and nothing changed."""
     try:
         load()
     except fp8_backends.FP8BackendError:
@@ -456,7 +455,7 @@ def crafted_folders(backend: str) -> Iterator[dict[str, str]]:
         run.accelerator.save_state(str(folder))
         without_manifest(folder)
         contents = {path: path.read_bytes() for path in folder.iterdir()}
-        for model in run.models:  # what is loaded would be seen
+        for model in run.models:  # a partial load would be detected
             with torch.no_grad():
                 model[1].weight.mul_(2)
         before = run.stored()
@@ -487,7 +486,7 @@ def crafted_pickles() -> Iterator[dict[str, str]]:
 
 
 def loaded(backend: str) -> Iterator[dict[str, str]]:
-    """Every sound state of a backend, and what went wrong with it."""
+    """Load every sound state of a backend, and return failures."""
     run = Run(backend)
     (optimizer,) = run.optimizers
     saved = copy.deepcopy(optimizer.state_dict())
@@ -503,7 +502,7 @@ def loaded(backend: str) -> Iterator[dict[str, str]]:
 
 
 def cost(backend: str, width: int = 2048, layers: int = 8) -> dict[str, Any]:
-    """How long the look at an optimizer's file takes, beside `load_state` as a whole. The files lie in memory."""
+    """Return the time of checking an optimizer's file, and of `load_state` as a whole. Files are in memory."""
     run = Run(backend, made=[nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])])
     with tempfile.TemporaryDirectory() as folder:
         run.accelerator.save_state(folder)

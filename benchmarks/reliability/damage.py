@@ -1,9 +1,9 @@
-"""Is every damaged checkpoint refused by name, and nothing of it loaded?
+"""Load damaged checkpoints: each must be refused by name, and nothing of it loaded.
 
 Checkpoints of small trainings are damaged in one file at a time: a zeroed tail, a flipped bit, a part of the file,
 nothing of it, no file, or the same file of another step. Every kind of file takes every damage, at random places.
-`load_state` must raise one `FP8BackendError` that names the file and the whole checkpoint beside it, and leave model,
-optimizer and scheduler as they were; `newest_checkpoint` must find the one beside it. Exits with 1 when one does not.
+`load_state` must raise one `FP8BackendError` with the names of the file and of the whole checkpoint next to it, and
+leave model, optimizer and scheduler unchanged; `newest_checkpoint` must find the neighbour. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from measuring import cpu_features, table, write_json  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def damage_all(backend: str, rounds: int, seed: int) -> list[tuple[str, str, str]]:
-    """Damage every file in every way; the kind of file, the damage, and what was wrong with the refusal."""
+    """Damage every file in every way; yield the kind of file, the damage, and faults of the refusal."""
     rng, outcomes = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
         run = Run(backend, Path(folder), anew=True)
@@ -95,12 +95,12 @@ def damage_all(backend: str, rounds: int, seed: int) -> list[tuple[str, str, str
                 if damage_file(newest / name, older / name, damage, rng):
                     outcomes.append((re.sub(r"_\d+", "_N", name), damage, wrong_of(run, newest, older, name, before)))
                     shutil.copy(Path(folder, "kept", name), newest / name)
-        run.load(newest)  # what was restored is whole
+        run.load(newest)  # the restored file is whole
     return outcomes
 
 
 def damage_file(path: Path, other: Path, damage: str, rng: random.Random) -> bool:
-    """Whether the damage changes the file, which it then does."""
+    """Apply the damage, and tell if it changes the file."""
     data = path.read_bytes()
     if damage == "removed":
         path.unlink()
@@ -111,7 +111,7 @@ def damage_file(path: Path, other: Path, damage: str, rng: random.Random) -> boo
 
 
 def wrong_of(run: Run, damaged: Path, older: Path, name: str, before: list) -> str:
-    """What is wrong with how a damaged checkpoint was met; empty if nothing is."""
+    """Return faults in the handling of a damaged checkpoint; empty if there are none."""
     try:
         run.load(damaged)
     except fp8_backends.FP8BackendError as error:
@@ -120,7 +120,7 @@ def wrong_of(run: Run, damaged: Path, older: Path, name: str, before: list) -> s
         return f"raw {type(error).__name__}: {error}"
     else:
         return "loaded in silence"
-    # a whole manifest of another step is at odds with the files, and which of them is wrong nobody can tell
+    # a whole manifest of another step contradicts the files, and the wrong side is unknowable
     names = [name] if name != MANIFEST else [path.name for path in older.iterdir()]
     if not any(each in said for each in names) or str(older) not in said:
         return f"not named: {said}"

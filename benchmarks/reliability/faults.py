@@ -1,10 +1,9 @@
-"""Does the guard name every fault that is planted, at its step, and no other?
+"""Plant faults: the guard must name each at its step, and no other.
 
 Each run trains a small model through stock Accelerate and plants one fault at a random step: in a batch, a gradient, a
-scaling state, or on one of two ranks. The guard must name it at that step, with its place; do what the action promises,
-on all ranks alike; and find nothing in long runs without any, in which batches change their size, evaluation comes
-between, gradients accumulate, a layer is frozen. The cost of a step is timed with the guard on and off in turns. Exits
-with 1 when something does not hold.
+scaling state, or on one of two ranks. The guard must name it at that step, with its place; follow its action on all
+ranks; and find nothing in long sound runs with changing batch sizes, evaluation in between, accumulation, and a frozen
+layer. Steps are timed with the guard on and off in turns. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 os.environ["ACCELERATE_USE_CPU"] = "true"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
@@ -53,7 +52,7 @@ SINGLE = {
     "history frozen": ({"stuck"}, "2 (input)"),
     "targets x 1,000": ({"spike"}, ""),
 }
-"""Faults on one process: the kinds that name it, and how its first place begins."""
+"""Faults on one process: the kinds that name it, and the begin of its first place."""
 ON_RANKS = {
     "NaN in rank 1's batch": ({"loss", "gradient"}, ""),
     "rank 1's activations x 10,000": ({"clipped"}, "0 (input)"),
@@ -63,9 +62,9 @@ ON_RANKS = {
     "rank 1 skips a backward": ({"alone"}, ""),
 }
 STATELESS = {"activations x 10,000": ({"spike"}, ""), "rank 1's activations x 10,000": ({"spike"}, "")}
-"""What differs where scales are just in time: nothing clips, and the loss shows it."""
+"""Differences for just-in-time scales: nothing clips, and the loss reveals it."""
 OF_STATES = ("history of NaN", "history frozen", "a bit of rank 1's scale")
-"""Faults that only a backend with scaling states has."""
+"""Faults only of backends with scaling states."""
 
 
 class Run:
@@ -106,11 +105,11 @@ class Run:
 
     @property
     def scaling(self) -> torch.Tensor | None:
-        """The state of the layer that is tampered with."""
+        """Return the state of the manipulated layer."""
         return getattr(self.bare[2], "fp8_scaling", None)
 
     def stored(self) -> list[torch.Tensor]:
-        """Copies of all that a step of the optimizer changes."""
+        """Return copies of everything an optimizer step changes."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.bare.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
         return [part.detach().clone() for each in tensors for part in stored_parts(each)]
@@ -118,7 +117,7 @@ class Run:
 
 @contextlib.contextmanager
 def planted(run: Run, fault: str, x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A batch, and what is wrong with the step that it makes."""
+    """Return a batch, and the fault of its step."""
     hook = None
     if "NaN in" in fault:
         x[3, 3] = float("nan")
@@ -136,7 +135,7 @@ def planted(run: Run, fault: str, x: torch.Tensor, y: torch.Tensor) -> Iterator[
 
 
 def tamper(run: Run, fault: str) -> None:
-    """Change what is stored, between backward and the step."""
+    """Change a stored value between backward and the step."""
     if fault == "history of NaN":
         run.scaling.view(torch.float32)[INPUT, HISTORY:] = float("nan")
     elif fault == "a bit of rank 1's scale":
@@ -149,7 +148,7 @@ def tamper(run: Run, fault: str) -> None:
 
 
 def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
-    """One run with one fault; what was wrong with how the guard met it, empty if nothing was."""
+    """Run once with one fault; return faults in the guard's reaction, empty if there are none."""
     run, is_mine = Run(backend, action), True
     alone, frozen = "skips" in fault, fault == "history frozen"
     if "rank 1" in fault:
@@ -157,7 +156,7 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
     wrong, stopped = [], None
     kept = None
     step = 0
-    while step < STEPS + (alone and is_mine):  # a rank that has missed a backward owes the others one
+    while step < STEPS + (alone and is_mine):  # a rank without a backward owes the others one
         step += 1
         is_due = step == at and is_mine
         x, y = run.batch()
@@ -190,7 +189,7 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
 
 
 def judged(run: Run, backend: str, fault: str, at: int, named: list, is_mine: bool) -> list[str]:
-    """What is wrong with what the guard has named."""
+    """Return errors in the guard's findings."""
     kinds, place = {**SINGLE, **ON_RANKS, **(STATELESS if run.scaling is None else {})}[fault]
     if "skips" in fault and not is_mine:
         return [f"named on a rank that did nothing wrong: {named[0]}"] if named else []
@@ -209,13 +208,13 @@ def judged(run: Run, backend: str, fault: str, at: int, named: list, is_mine: bo
 
 
 def steps_of(faults: dict, backend: str, rng: random.Random) -> list[tuple[str, int]]:
-    """The faults that a backend can have, each with the step at which it is planted."""
+    """Return the faults of a backend, each with its step."""
     is_stateless = backend.startswith("ao")
     chosen = [fault for fault in faults if not (is_stateless and fault in OF_STATES)]
-    if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and no run goes on to be judged
+    if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and leaves no run to judge
         chosen = [fault for fault in chosen if "skips" not in fault]
-    # a scale is agreed on again with the next backward, and the codes of a weight at O3 are made anew by each step:
-    # such a bit is only there where it is compared at once
+    # a scale is synchronized again with the next backward, and each step recomputes the codes of a weight at O3:
+    # such a bit only exists if it is compared at once
     heals = {"a bit of rank 1's scale"} | ({"a bit of rank 1's weight"} if backend == "msamp:O3" else set())
     return [(f, LAST // EVERY * EVERY if f in heals else rng.randint(FIRST, LAST)) for f in chosen]
 
@@ -234,7 +233,7 @@ def trials(faults: dict, backends: tuple[str, ...], actions: tuple[str, ...], se
 
 
 def on_two_ranks(function, *arguments) -> list[Any]:
-    """What `function(*arguments)` returns on each of two ranks, forked from this process."""
+    """Return `function(*arguments)` from each of two ranks, forked from this process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -244,7 +243,7 @@ def on_two_ranks(function, *arguments) -> list[Any]:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-        if any(codes):  # the rank itself has said why
+        if any(codes):  # the rank has reported its reason
             raise SystemExit(f"a rank ended with {codes}")
         return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(2)]
 
@@ -271,7 +270,7 @@ def _forked(rank: int, result: Path, function, arguments: tuple) -> int:
 
 
 def clean(backend: str, steps: int, seed: int) -> list[str]:
-    """Faults that the guard finds in a training without any."""
+    """Return the guard's findings in a sound training."""
     run, rng = Run(backend, "warn", dropout=0.1, compared_every=10, microbatches=2), random.Random(seed)
     run.bare[0].weight.requires_grad_(rng.random() < 0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer.optimizer, lambda step: min(1.0, (step + 1) / 200))
@@ -323,7 +322,7 @@ def main() -> int:
     backends, actions = tuple(args.backend or BACKENDS), ACTIONS
     if args.quick:
         backends, actions = backends[:1], ("skip", "stop")
-    # ranks first: autograd starts threads, and a process that has some cannot be forked
+    # ranks first: autograd starts threads, and a process with threads cannot be forked
     of_ranks = on_two_ranks(trials, ON_RANKS, backends, tuple(a for a in actions if a != "stop"), args.seed)
     found = trials(SINGLE, backends, actions, args.seed)
     for own, other in zip(*of_ranks, strict=True):

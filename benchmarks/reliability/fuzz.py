@@ -1,9 +1,9 @@
-"""Does bad input end in an error of this package, and is no field passed over?
+"""Fuzz inputs: bad ones must end in an error of this package, and no field may be ignored.
 
 Seeded cases of `fuzz_cases.py` run in this process: backend strings, recipes, the environment, configuration files,
-commands, and calls of public functions. Each either works or is refused in a message of at most 2,000 characters that
-names what is wrong. What works must mean what was given: every field is seen in the recipe, and the recipe is equal
-again after a file, the environment, flags, a pickle. Anything else is a fault, and ends the script with 1.
+commands, and calls of public functions. Each either works or is refused by a message of at most 2,000 characters with
+the fault's name. Accepted input must keep its meaning: every field is in the recipe, and the recipe survives a file,
+the environment, flags, a pickle. Anything else is a fault, and exit code 1.
 
     benchmarks/reliability/fuzz.py --cases 10000 --seed 1
     benchmarks/reliability/fuzz.py --replay '{"area": "strings", "text": "native::"}'
@@ -64,15 +64,15 @@ from fp8_backends.words import shortened  # noqa: E402
 LONGEST = 2000
 """Characters of a message."""
 SECONDS = 2.0
-"""Of this process's time. A case that takes longer hangs; so does one that waits for anything 15 times as long."""
+"""CPU seconds of a case. A longer one hangs; so does one that waits 15 times as long."""
 _ALARMS = (signal.SIGVTALRM, signal.SIGALRM)
 OUTCOMES = ("worked", "refused", "internal", "unclear", "ignored")
-"""An `internal` error is any that is not this package's, or a hang; an `unclear` refusal is too long, or names nothing
-of what was given; `ignored` is what was accepted and is not in the recipe."""
+"""An `internal` error is any from elsewhere, or a hang; an `unclear` refusal is too long, or names nothing of the
+input; `ignored` is accepted input missing in the recipe."""
 
 
 class Unclear(AssertionError):
-    """A refusal that helps nobody."""
+    """Signal an unhelpful refusal."""
 
 
 class Hang(BaseException):
@@ -100,7 +100,7 @@ def run_recipes(case: Case) -> None:
     fields = decoded(case["fields"])
     origin, _, name = case["handler"].rpartition(".")
     if origin == "accelerate":
-        handler = object.__new__(getattr(accelerate.utils, name))  # whose own __init__ wants its library
+        handler = object.__new__(getattr(accelerate.utils, name))  # its own __init__ needs its library
         handler.__dict__.update(fields)
     elif origin == "te":
         handler = type(name, (), {"fp8_format": "HYBRID"})()
@@ -138,7 +138,7 @@ def run_environment(case: Case) -> None:
 
 
 def is_given(name: str | None, text: str) -> bool:
-    """Whether a variable says something: more than nothing, or what Accelerate's launcher fills in."""
+    """Tell if a variable is set: nonempty, and no default of Accelerate's launcher."""
     if name is None or not text.strip() or (name, text.strip().lower()) == ("backend", "no"):
         return False
     return FIELDS[name].parsed(text) not in {variable.launcher_default for variable in FIELDS[name].variables}
@@ -189,7 +189,7 @@ def check_block(block: dict, asked: config.TrainingConfig) -> None:
 
 
 def written(case: Case, folder: Path) -> Path:
-    """The file of a case, or what stands in the place of one."""
+    """Write the file of a case, or another object in its place."""
     kind, path = case["kind"], folder / "c.yaml"
     if kind.startswith("/dev/"):
         return Path(kind)
@@ -225,7 +225,7 @@ def run_commands(case: Case) -> None:
 
 
 def run_command(argv: list[str]) -> tuple[int, str, str]:
-    """Exit status, and what the command printed. Its output is encoded as a terminal's is."""
+    """Return the exit status and the output of a command, encoded as on a terminal."""
     out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -281,7 +281,7 @@ def _shape() -> Any:
 
 
 def named(function: Any, arguments: tuple, *words: Any) -> Any:
-    """What the function returns. A refusal must be short, and name one of these words."""
+    """Return the function's result. A refusal must be short, and name one of these words."""
     try:
         return function(*arguments)
     except FP8BackendError as error:
@@ -379,7 +379,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def shrunk(case: Case, outcome: str, tries: int = 60) -> Case:
-    """The smallest case found that has the same outcome."""
+    """Return the smallest case found with the same outcome."""
     for _ in range(tries):
         case_, case = case, next((each for each in smaller(case) if _same_fault(each, outcome)), case)
         if case_ is case:
@@ -412,7 +412,7 @@ def run_all(cases: list[Case], shown: int) -> tuple[dict[str, collections.Counte
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what the package tells users of valid input."""
+    """Silence the package's messages on valid input."""
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -423,13 +423,13 @@ def quiet() -> Iterator[None]:
 
 
 def limit_memory() -> None:
-    """End a case that takes more than 4 GiB in MemoryError, and not the machine."""
+    """End a case above 4 GiB in MemoryError, to spare the machine."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 4 * 2**30, resource.RLIM_INFINITY))
 
 
 def warm_up() -> None:
-    """Load what commands load when they are first used, so that no case waits for it."""
+    """Load the modules of commands in advance, so no case waits for them."""
     for argv in (
         ["doctor", "--no-test"],
         ["estimate", "--params", "1"],

@@ -1,7 +1,7 @@
-"""Seeded cases for `fuzz.py`: each is a JSON object, so that a printed one can be run again.
+"""Generate seeded cases for `fuzz.py`: each is a JSON object, so a printed one can be run again.
 
-Values that JSON does not have stand in a case as `{"$": NAME}`, with NAME from `SPECIAL`. The grammars follow the
-declared fields of recipes and the commands of `fp8-backends`, so a new field is part of them at once.
+Values outside JSON are written as `{"$": NAME}`, with NAME from `SPECIAL`. The grammars follow the declared fields of
+recipes and the commands of `fp8-backends`, so a new field is part of them at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Format(enum.Enum):
 
 
 class _Faulty:
-    """Raises whatever is asked of it."""
+    """Raise the requested error."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
@@ -59,7 +59,7 @@ class _Text(str):
 
 
 class _Backend(Compute):
-    """A backend that runs nothing."""
+    """Register a backend that runs nothing."""
 
     name, scalings, default_scaling = "fuzzed", ("delayed",), "delayed"
     availability = build = is_converted = engine = None
@@ -88,7 +88,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "-inf": lambda: -math.inf,
     "2**63": lambda: 2**63,
     "10**400": lambda: 10**400,
-    "10**5000": lambda: 10**5000,  # which Python does not write as text
+    "10**5000": lambda: 10**5000,  # Python does not write it as text
     "1e30": lambda: 1e30,
     "bytes": lambda: b"max",
     "bytearray": lambda: bytearray(b"true"),
@@ -140,7 +140,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "config": lambda: _torchao().Float8LinearConfig(),
     "rowwise config": lambda: _torchao().Float8LinearConfig.from_recipe_name("rowwise"),
 }
-"""Values by the name under which a case holds them; the functions make each anew."""
+"""Values by their name in a case; the functions make each one new."""
 
 
 def _torchao():
@@ -150,7 +150,7 @@ def _torchao():
 
 
 def decoded(value: Any) -> Any:
-    """The value that a case's JSON stands for."""
+    """Return the value of a case's JSON."""
     if isinstance(value, dict):
         if "$" in value:
             return SPECIAL[value["$"]]()
@@ -266,7 +266,7 @@ _GOOD: dict[str, tuple] = {
 
 
 def good(rng: Random, name: str) -> Any:
-    """A value that the field of this name takes; True or False where nothing else is known of it."""
+    """Return a valid value of the field with this name; True or False for unknown fields."""
     return backend(rng) if name == "backend" else rng.choice(_GOOD.get(name, (True, False, "true", "no")))
 
 
@@ -274,7 +274,7 @@ def good(rng: Random, name: str) -> Any:
 
 
 def backend(rng: Random) -> str:
-    """A string of the grammar COMPUTE[:SCALING][+msamp[:LEVEL]], valid or nearly so."""
+    """Return a string of the grammar COMPUTE[:SCALING][+msamp[:LEVEL]], valid or nearly so."""
     words = ("delayed", "dynamic", "rowwise", "tensorwise", "current", "blockwise", "mxfp8", "window", "custom")
     text = rng.choice(("native", "native", "te", "ao", "msamp", "auto", "torchao", "transformer-engine", "ms-amp"))
     if rng.random() < 0.5:
@@ -336,13 +336,13 @@ _FIELDS_OF_HANDLER = {
 
 
 def _fields_of(text: str) -> tuple[str, ...]:
-    """Fields that a backend of this string is likely to read."""
+    """Return likely fields of this backend string."""
     head = {"torchao": "ao", "transformer-engine": "te"}.get(text.partition(":")[0].partition("+")[0], text[:2])
     return _OF_BACKENDS.get(head, _OF_BACKENDS["native"]) + (_OF_LEVELS[1:] if "msamp" in text else ())
 
 
 def recipes(rng: Random) -> Case:
-    """One to six fields of any handler, one of which may have any value."""
+    """Return one to six fields of any handler; one may have any value."""
     handler = rng.choice(_FOREIGN) if rng.random() < 0.1 else rng.choice(HANDLERS)
     fields: dict[str, Any] = {}
     names = _FIELDS_OF_HANDLER.get(handler, tuple(FIELDS))
@@ -370,13 +370,13 @@ _LAUNCHERS = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_S
 
 
 def _text(rng: Random, name: str) -> str:
-    """What an environment, a flag or a file may hold for a field."""
+    """Return the text of a field in an environment, a flag or a file."""
     chosen = good(rng, name) if rng.random() < 0.5 else rng.choice((*WORDS, *map(str, PLAIN)))
     return str(decoded(chosen)) if not isinstance(chosen, str) else chosen
 
 
 def environment(rng: Random) -> Case:
-    """Variables ACCELERATE_FP8_*, or FP8_BACKENDS_RECIPE with JSON or something like it, or what Accelerate reads."""
+    """Return variables ACCELERATE_FP8_*, or FP8_BACKENDS_RECIPE with JSON or almost JSON, or Accelerate's own."""
     kind = rng.random()
     if kind < 0.6:
         fields = {name: _text(rng, name) for name in rng.sample(tuple(FIELDS), rng.choice((1, 2, 3)))}
@@ -399,12 +399,12 @@ def environment(rng: Random) -> Case:
 
 
 def _is_possible(text: str) -> bool:
-    """Whether the environment can hold it."""
+    """Tell if the environment can hold it."""
     return "\x00" not in text and not any("\ud800" <= character < "\udc80" for character in text)
 
 
 def _plain(found: Any) -> Any:
-    """Without what no file holds."""
+    """Remove values impossible in a file."""
     if isinstance(found, dict):
         return "x" if "$" in found else {str(name): _plain(each) for name, each in found.items()}
     return [_plain(each) for each in found] if isinstance(found, list) else found
@@ -664,7 +664,7 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         ["--json"],
     ],
 }
-"""What each command is tried with. Other commands are asked for help, and given a flag that they do not know."""
+"""Arguments of each command. Other commands get a request for help, and an unknown flag."""
 
 _ENDS = {
     "doctor": ["--no-test"],
@@ -672,7 +672,7 @@ _ENDS = {
     "launch": ["/nowhere/script.py"],
     "advise": ["--text", "/nowhere"],
 }
-"""What ends the arguments, so that nothing trains: no test, a script or a text that is not there."""
+"""Ends of the arguments that prevent training: no test, a missing script or text."""
 
 _MANIFEST = {
     "format": 1,
@@ -720,13 +720,13 @@ _MODEL = {
 
 
 def _monitored(rng: Random) -> str:
-    """A monitor's file of one to three samples, of which some are damaged."""
+    """Return a monitor's file of one to three samples, some of them damaged."""
     lines = [json.dumps(_damaged(rng, {**_SAMPLE, "step": step})) for step in range(rng.randint(1, 3))]
     return "\n".join(mutated(rng, line) if rng.random() < 0.2 else line for line in lines)
 
 
 def _manifest(rng: Random) -> str:
-    """A manifest, damaged before its checksum was made, after it, or not at all."""
+    """Return a manifest, damaged before its checksum, after it, or not at all."""
     found = _damaged(rng, _MANIFEST)
     text = manifest._text(found).decode() if isinstance(found, dict) else json.dumps(found)
     return mutated(rng, text) if rng.random() < 0.3 else text
@@ -755,7 +755,7 @@ _FILES: dict[str, Callable[[Random], str]] = {
     "config.json": lambda rng: mutated(rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))),
     "c.yaml": lambda rng: yaml.safe_dump(_filled(rng, {**_TEMPLATES["accelerate"]})),
 }
-"""Files that commands read, by where they lie; `checkpoint_1` has those that its manifest names."""
+"""Files read by commands, by path; `checkpoint_1` has the files of its manifest."""
 _READ = {
     "monitor": ("fp8_monitor.jsonl",),
     "checkpoint": tuple(name for name in _FILES if "checkpoint" in name),
@@ -764,7 +764,7 @@ _READ = {
 
 
 def _files_of(rng: Random, command: str) -> dict[str, str]:
-    """What lies in the folder in which a command runs."""
+    """Return the files in a command's folder."""
     if rng.random() < 0.1:
         return {}
     found = {name: _FILES[name](rng) for name in _READ.get(command, ())}
@@ -789,7 +789,7 @@ def _flag(rng: Random) -> list[str]:
 
 
 def commands(rng: Random) -> Case:
-    """The arguments of a command of `fp8-backends`, none of which train."""
+    """Return the arguments of a command of `fp8-backends`, without training."""
     command = rng.choice(tuple(COMMANDS))
     if command not in _OPTIONS or rng.random() < 0.03:
         return {"argv": rng.choice(([command, "--help"], [command, "--nosuch"], [mutated(rng, command), "--help"]))}
@@ -845,7 +845,7 @@ _ARGUMENTS: dict[str, tuple] = {
 
 
 def calls(rng: Random) -> Case:
-    """A call of a public function, with one argument that may be anything and good ones for what it needs beside it."""
+    """Return a call of a public function, with one arbitrary argument and valid ones otherwise."""
     function = rng.choice(tuple(CALLS))
     names = CALLS[function]
     chosen = {*names[:2], *rng.sample(names, min(len(names), 2))}
@@ -863,11 +863,11 @@ GRAMMARS: dict[str, tuple[Callable[[Random], Case], float]] = {
     "commands": (commands, 0.1),
     "functions": (calls, 0.1),
 }
-"""What makes the cases of each area, and its share of them."""
+"""The generator of each area, and its share of the cases."""
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """So many cases, always the same for a seed; those of one area do not depend on the others."""
+    """Return this many cases, reproducible for a seed; cases of one area do not depend on the others."""
     made = []
     for area, (grammar, share) in GRAMMARS.items():
         for index in range(max(1, round(count * share))):

@@ -1,5 +1,5 @@
-"""What must hold of a recipe that bad or good input has made, told without the package's own parsers: every field that
-was given is seen in it, and it is equal again by whatever way it comes back."""
+"""Check recipes from good or bad input without the package's own parsers: every given field is in the recipe, and every
+way back preserves it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ BACKENDS = {
     "transformer_engine": "te",
     "transformer-engine": "te",
 }
-"""What the names of backends stand for."""
+"""Meanings of backend names."""
 _ONE_RULE = {"dynamic", "tensorwise", "current"}
 
 
 class Ignored(AssertionError):
-    """Something that was accepted and means nothing, or another thing after a round trip."""
+    """Signal accepted input without meaning, or with another meaning after a round trip."""
 
 
 def meanings(value: Any) -> list:
-    """What a value that was given may mean."""
+    """Return possible meanings of a given value."""
     value = getattr(value, "name", value)
     if isinstance(value, str):
         word = value.strip().lower()
@@ -63,7 +63,7 @@ def _spelled(value: Any) -> Any:
 
 
 def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
-    """Whether the recipe has the value that was given for a field."""
+    """Tell if the recipe has the value given for a field."""
     if name == "backend":
         return _is_named(value, recipe)
     if name == "scaling":
@@ -72,7 +72,7 @@ def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
     found = recipe.level if name == "opt_level" else getattr(recipe, name)
     if found is value:
         return True
-    if name == "saved_activations" and found == "off":  # a word, of which YAML and handlers may make something else
+    if name == "saved_activations" and found == "off":  # a word that YAML and handlers may convert
         return str(value).strip().lower() in ("off", "", "none", "false")
     found = _spelled(found)
     return {*found} == value if isinstance(value, set) else found in meanings(value)
@@ -96,7 +96,7 @@ def check_seen(recipe: Recipe, given: dict[str, Any]) -> None:
 
 
 def check_round_trips(recipe: Recipe) -> None:
-    """The recipe is equal after everything that carries it elsewhere."""
+    """Check that the recipe survives every carrier."""
     again = {
         "to_kwargs": lambda: type(recipe)(**recipe.to_kwargs()),
         "copy": lambda: copy.deepcopy(recipe),
@@ -126,7 +126,7 @@ def check_round_trips(recipe: Recipe) -> None:
 
 
 def means(recipe: Recipe) -> tuple:
-    """What a recipe is equal by; `pad_inner_dim`, whose default None pads as True does, as a flag."""
+    """Return a recipe's identity; `pad_inner_dim` as a flag, since its default None pads like True."""
     return recipe.name, {**recipe.described, "pad_inner_dim": recipe.pad_inner_dim is not False}
 
 
@@ -140,7 +140,7 @@ def _variable(key: str) -> str:
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-    if name == "use_autocast_during_eval":  # Accelerate's switch, which takes no value
+    if name == "use_autocast_during_eval":  # Accelerate's switch, without a value
         return [flag] * value
     if isinstance(value, tuple) and isinstance(value[0], str):
         names = tuple(name.strip() for name in ",".join(value).split(","))

@@ -1,12 +1,11 @@
-"""Is the newest whole checkpoint always found, and resumed to the bit, wherever SIGKILL meets `save_state`?
+"""Kill `save_state` anywhere: the newest whole checkpoint must be found, and resume bitwise.
 
-Trainings save after every step, half of them into new folders and half into the same folder again. Each is killed at a
-random moment of a save, or, in the planted part, at each call that changes a folder (open for writing, rename, remove,
-mkdir, rmdir): once before the first, once before the second, and so on. Then `load_state` and `newest_checkpoint` look
-for a checkpoint in a new process. It must be of the step before the kill, or of the killed step's save, and the steps
-that follow must be those of a run that was never killed: losses and parameters to the bit.
+Trainings save after every step, half of them into new folders and half into one folder. Each is killed at a random
+moment of a save, or, in the planted part, before each call that changes a folder (open for writing, rename, remove,
+mkdir, rmdir). Then `load_state` and `newest_checkpoint` look for a checkpoint in a new process. It must belong to the
+step before the kill, or to the killed save, and later steps must match an unbroken run: losses and parameters bitwise.
 
-Exits with 1 when one is not. A kill is no power loss: what is fsynced when is not tried here.
+Exits with 1 otherwise. A kill is no power loss: fsync is not tested here.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import cpu_features, table, write_json  # noqa: E402
 from resumed_runs import BACKENDS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
@@ -33,7 +32,7 @@ import fp8_backends  # noqa: E402
 
 PLACES = {True: "new folders", False: "the same folder"}
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
-"""Python's audit events that change a folder, beside `open` for writing."""
+"""Python's audit events that change a folder, except `open` for writing."""
 _BEGUN = b"b"
 
 
@@ -119,7 +118,7 @@ def outcome(
     kill: Callable[[int], None] | None = None,
     at_call: int | None = None,
 ) -> str:
-    """Kill one run in the save of a step; which step was found afterwards, or what went wrong."""
+    """Kill one run in the save of a step; return the step found afterwards, or the fault."""
     read, write = os.pipe()
     process, result = start(lambda: train(backend, folder, anew, killed_step, write, at_call))
     os.close(write)
@@ -153,8 +152,8 @@ def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, 
 
 
 def resume(backend: str, folder: Path, anew: bool, expected: list[Seen]) -> tuple[int, bool]:
-    """The step of the checkpoint that is found, and whether training goes on from it as it would have without a kill:
-    from what `newest_checkpoint` finds and from what `load_state` finds."""
+    """Return the step of the checkpoint found, and if training continues as without a kill: from `newest_checkpoint`
+    and from `load_state`."""
     newest = fp8_backends.checkpoints.newest_checkpoint(folder / "checkpoints" if anew else folder)
     run = Run(backend, folder, anew, seed=7)
     step = run.load()
@@ -181,7 +180,7 @@ def seconds_of_a_save(backend: str, folder: Path, anew: bool) -> float:
 
 
 def calls_of_a_save(backend: str, folder: Path, anew: bool) -> int:
-    """How many calls of a second save change a folder."""
+    """Return the number of calls in a second save that change a folder."""
     run, counts = Run(backend, folder, anew), [0]
     run.step(1)
     run.save()
@@ -192,7 +191,7 @@ def calls_of_a_save(backend: str, folder: Path, anew: bool) -> int:
 
 
 def on_changes(folder: Path, call: Callable[[int], object]) -> None:
-    """Call a function before each call of this process that changes the folder, with the number of it."""
+    """Call a function with a running number before each call of this process that changes the folder."""
     count = 0
 
     def hook(event: str, arguments: tuple) -> None:
@@ -201,7 +200,7 @@ def on_changes(folder: Path, call: Callable[[int], object]) -> None:
         if not (writes or event in CHANGES):
             return
         path = str(arguments[0])
-        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder that is being removed
+        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder being removed
             count += 1
             call(count)
 

@@ -1,8 +1,8 @@
-"""What does `monitor_every` cost? Steps of a small Llama without a monitor, between two samples, and sampled.
+"""Measure the cost of `monitor_every`: steps of a small Llama without a monitor, between two samples, and sampled.
 
 A model without a monitor and one with it take their steps in turn, in random order, paired by round; each round ends
 with a sampled step. That may take up to two further steps' time: then sampling every 100th step costs at most 2 %.
-Exits with 1 where it costs more.
+Exits with 1 above that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json  # noqa: E402
 
 RECIPES = (("native:dynamic", False), ("native:delayed", False), ("msamp:O2", False), ("native:dynamic", True))
-"""Backend, and whether the model is compiled."""
+"""Backend, and True for a compiled model."""
 EVERY, LIMIT = 100, 0.02
-"""Steps from sample to sample, and the share of the time that sampling may take."""
+"""Steps from sample to sample, and the largest share of time for sampling."""
 IN_A_ROUND = 3
-"""Steps that the monitored model takes in a round. The last is sampled; when the one before it has ended, compiled code
-steps aside, also that of the other model, which has taken its step by then."""
+"""Steps of the monitored model in a round. The last is sampled; after the one before it, compiled code runs eagerly,
+also the other model's, which has already stepped."""
 
 
 def small_llama(hidden: int, layers: int):
@@ -39,7 +39,7 @@ def small_llama(hidden: int, layers: int):
 
 
 def training_step(model, backend: str, every: int, file: Path, batch: torch.Tensor, compiled: bool):
-    """A function that takes one step of a copy of the model."""
+    """Return a function that steps a copy of the model."""
     import fp8_backends
     from fp8_backends.compute import hardware
 
@@ -86,7 +86,7 @@ def measure(model, backend: str, compiled: bool, batch: torch.Tensor, rounds: in
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Seconds of one call: on a CPU those of this process, whatever else runs there."""
+    """Return the seconds of one call: on a CPU the process time, independent of other load."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     synchronize()
     start = clock()

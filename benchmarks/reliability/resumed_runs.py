@@ -1,4 +1,4 @@
-"""Small trainings that save and resume, each in a process that is forked from one which has loaded everything."""
+"""Save and resume small trainings, each in a process forked from one with everything loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAST = "last"
 
 
 class Seen(NamedTuple):
-    """What a run is known by, to the bit."""
+    """Identify a run, bitwise."""
 
     loss: float
     parameters: dict[str, torch.Tensor]
@@ -40,10 +40,10 @@ class Seen(NamedTuple):
 
 
 class Run:
-    """A model in training. The data of a step follow from its number.
+    """Train a model. The data of a step follow from its number.
 
     Args:
-        anew: whether each checkpoint has a folder of its own, named by Accelerate, or all of them the same.
+        anew: if each checkpoint gets a separate folder, named by Accelerate, or all share one.
     """
 
     def __init__(self, backend: str, folder: Path, anew: bool, seed: int = 0) -> None:
@@ -72,18 +72,17 @@ class Run:
         self.accelerator.save_state(None if self.anew else str(self.folder / _LAST))
 
     def load(self, folder: Path | None = None) -> int:
-        """Load a checkpoint, or the newest one of a run whose checkpoints have folders of their own. Returns the steps
-        that it has."""
+        """Load a checkpoint, or the newest one of a run with separate folders. Returns its number of steps."""
         self.accelerator.load_state(folder or (None if self.anew else str(self.folder / _LAST)))
         return self.scheduler.scheduler.last_epoch
 
     def continues_as(self, unbroken: list[Seen], done: int, steps: int = 2) -> bool:
-        """Whether the next steps are those of an unbroken run, whose step n is `unbroken[n - 1]`."""
+        """Tell if the next steps match an unbroken run with step n in `unbroken[n - 1]`."""
         return all(self.step(n).equals(unbroken[n - 1]) for n in range(done + 1, min(done + steps, STEPS) + 1))
 
 
 def unbroken(backend: str, folder: Path) -> list[Seen]:
-    """The steps of a run that never ends early and saves after each."""
+    """Return the steps of a run that never ends early and saves after each."""
     run, seen = Run(backend, folder, anew=False), []
     for number in range(1, STEPS + 1):
         seen.append(run.step(number))
@@ -92,8 +91,8 @@ def unbroken(backend: str, folder: Path) -> list[Seen]:
 
 
 def warm_up() -> None:
-    """Load in this process whatever a run loads, so that its forks need not. It has one thread still, as a process must
-    that is forked."""
+    """Load a run's modules in this process, so that its forks need not. It keeps a single thread, as a fork
+    requires."""
     with tempfile.TemporaryDirectory() as folder:
         for backend in BACKENDS:
             run = Run(backend, Path(folder), anew=False)
@@ -107,7 +106,7 @@ def warm_up() -> None:
 
 
 def forked(function: Callable[[], Any]) -> Any:
-    """What a function returns in a process of its own, or the `Failed` that it ended with."""
+    """Return the function's result from a separate process, or its `Failed` error."""
     process, result = start(function)
     with os.fdopen(result, "rb") as pipe:
         said = pipe.read()
@@ -116,14 +115,14 @@ def forked(function: Callable[[], Any]) -> Any:
 
 
 class Failed(NamedTuple):
-    """An error that a process ended with."""
+    """Carry the error of a process."""
 
     name: str
     text: str
 
 
 def start(function: Callable[[], Any]) -> tuple[int, int]:
-    """Fork a process that runs a function, and return its number and the pipe where its result will be."""
+    """Fork a process that runs a function, and return its number and the pipe of its result."""
     read, write = os.pipe()
     sys.stdout.flush()
     process = os.fork()

@@ -1,16 +1,16 @@
-"""Does a long training leave the process as it was, and its replicas equal?
+"""Train for long: the process must stay unchanged, and its replicas equal.
 
     python benchmarks/reliability/soak.py [--steps 20000] [--only NAME] [--recipe KEY=VALUE]... [--quick] [--out FOLDER]
 
 Three trainings by Accelerate: `msamp:O2` and `msamp:O3` on two ranks, and `native:delayed` on one with gradient
-accumulation. The model is tiny (three Linear layers and two norms, 12,448 parameters): what counts is the number of
-steps. Each evaluates every 200 steps, saves every 1,000 into folders of which two are kept, and in the middle goes back
-to what it has saved last, by `load_state`. Forty times it looks at itself: resident memory, objects and tensors that
-Python holds, open file descriptors, threads, hooks on the model and the optimizer, and a checksum of all weights.
-Then, in a process each, 200 times: a model is prepared, trained and restored; an Accelerator is made and dropped.
+accumulation. The model is tiny (three Linear layers and two norms, 12,448 parameters): only the number of steps counts.
+Each evaluates every 200 steps, saves every 1,000 with two folders kept, and in the middle returns to the last save by
+`load_state`. Forty times it records resident memory, Python's objects and tensors, open file descriptors, threads,
+hooks on the model and the optimizer, and a checksum of all weights. Then, in a process each, 200 times: a model is
+prepared, trained and restored; an Accelerator is made and dropped.
 
 Over the last half, memory may grow by 1 %; descriptors, threads, hooks and tensors may not; replicas are always equal,
-losses finite and falling. Exits with 1 where this does not hold. `--recipe` gives the recipe a field, in all of it.
+losses finite and falling. Exits with 1 otherwise. `--recipe` sets a recipe field in all parts.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import fp8_backends  # noqa: E402
 
 LOOKS = 40
-"""How often a process looks at itself, which is not at every step."""
+"""Number of inspections, fewer than steps."""
 GROWTH = 0.01
-"""By which resident memory may grow over the last half."""
+"""Largest growth of resident memory over the last half."""
 COUNTED = ("descriptors", "threads", "hooks", "tensors")
-"""What may not grow at all."""
+"""Resources that may not grow at all."""
 CYCLES = 200
 CYCLED = ("native:delayed", "msamp:O2", "ao:tensorwise")
 
@@ -68,14 +68,14 @@ SETTINGS = (Setting("msamp:O2", 2, 1), Setting("msamp:O3", 2, 1), Setting("nativ
 
 
 class Every(NamedTuple):
-    """After how many steps something is done."""
+    """Set the number of steps between two events of a kind."""
 
     evaluation: int
     saving: int
 
 
 def model_and_data() -> tuple[nn.Module, TensorDataset]:
-    """The model, and 256 inputs of a linear map with what it gives."""
+    """Return the model, and 256 inputs of a linear map with their outputs."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96)]
     inputs = torch.randn(256, 32)
@@ -87,11 +87,11 @@ def accelerator_for(backend: str, recipe: dict[str, Any], **options) -> Accelera
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True, **options)
 
 
-# What a process looks at
+# Inspection of a process
 
 
 def look(model: nn.Module | None = None, optimizer: Any = None) -> dict[str, int]:
-    """What this process holds now."""
+    """Return the resources held by this process."""
     measuring.settle()
     objects = gc.get_objects()
     return {
@@ -105,7 +105,7 @@ def look(model: nn.Module | None = None, optimizer: Any = None) -> dict[str, int
 
 
 def count_hooks(model: nn.Module, optimizer: Any) -> int:
-    """Of all modules, of all parameters and of the optimizer."""
+    """Count the hooks of all modules, all parameters and the optimizer."""
     holders = [*model.modules(), *model.parameters(), getattr(optimizer, "optimizer", optimizer)]
     tables = (value for holder in holders for name, value in vars(holder).items() if "_hooks" in name)
     gradient_hooks = (each for p in model.parameters() for each in (p._backward_hooks, p._post_accumulate_grad_hooks))
@@ -113,7 +113,7 @@ def count_hooks(model: nn.Module, optimizer: Any) -> int:
 
 
 def checksum(model: nn.Module) -> int:
-    """Of all values, which says on two ranks whether they are equal to the bit."""
+    """Return a checksum of all values, equal on two ranks only for equal bits."""
     found = 0
     for parameter in model.parameters():
         found = zlib.crc32(parameter.detach().float().contiguous().numpy().tobytes(), found)
@@ -186,7 +186,7 @@ def evaluate(model: nn.Module, held_out: tuple[torch.Tensor, torch.Tensor]) -> f
     return loss
 
 
-# What is made and dropped
+# Objects created and dropped
 
 
 def prepare_and_restore(index: int, recipe: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def cycles(once: Callable[[int, dict], None], number: int, recipe: dict[str, Any
     return {"looks": looks}
 
 
-# What must hold
+# Conditions
 
 
 def highest(name: str, looks: list[dict]) -> int:
@@ -230,7 +230,7 @@ def highest(name: str, looks: list[dict]) -> int:
 
 
 def judge(records: list[dict]) -> dict:
-    """The worst of all ranks over the last half, and what does not hold of it."""
+    """Return the worst rank's figures over the last half, and violations."""
     faults, growth = [], []
     for record in records:
         half = record["looks"][len(record["looks"]) // 2 :]
@@ -258,7 +258,7 @@ def judge(records: list[dict]) -> dict:
 
 
 def in_processes(number: int, work: Callable[[Path], dict], folder: Path) -> list[dict]:
-    """What `work` returns in as many forked processes, which are the ranks of one group."""
+    """Return `work`'s results from this many forked processes, the ranks of one group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -270,7 +270,7 @@ def in_processes(number: int, work: Callable[[Path], dict], folder: Path) -> lis
         if status and not failed:
             failed = True
             for other in ranks:
-                os.kill(other, signal.SIGKILL)  # it would wait for the one that ended
+                os.kill(other, signal.SIGKILL)  # it would wait for the ended one
     if failed:
         raise RuntimeError("a rank failed")
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(number)]
@@ -296,7 +296,7 @@ def start_rank(rank: int, number: int, port: int, work: Callable[[Path], dict], 
 
 
 def measure(name: str, ranks: int, work: Callable[[Path], dict], number: int) -> dict:
-    """The result of one part, with what does not hold."""
+    """Return the result of one part, with violations."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -308,7 +308,7 @@ def measure(name: str, ranks: int, work: Callable[[Path], dict], number: int) ->
 
 
 def row(result: dict) -> list:
-    """Of the table: what rank 0 held in the middle and at the end."""
+    """Return a row of the table: rank 0's resources in the middle and at the end."""
     verdict = "holds" if not result["faults"] else f"FAILED: {', '.join(result['faults'])}"
     if "records" not in result:
         return [result["name"], result["ranks"], result["number"], *["-"] * 8, verdict]

@@ -1,14 +1,13 @@
-"""Does training hold with threads, and with processes that are forked and spawned from it?
+"""Train with threads, and with forked and spawned processes.
 
     python benchmarks/reliability/threads.py [--quick] [--only PART] [--out FOLDER]
 
-The proof of `ao` profiles a step, and a profiler has a place in the process or in a thread: each case here has a second
-thread, a second process or a second profiler meet it. One of `native` shows that threads share nothing. (`te` has no
-case: TransformerEngine's own state is one for the process, and its models train one at a time.) A case is a
-process of its own, forked from this one, which has only loaded the libraries. It passes if it ends with 0: an
-assertion ends with 1, a segmentation fault with -11, and one that hangs is killed. Those that are a matter of chance
-run 20 times in one process. `--quick` runs each once, and leaves out processes that load the libraries anew.
-Exits with 1 where a case fails.
+The proof of `ao` profiles a step, and a profiler has a place in the process or in a thread: each case here adds a
+second thread, process or profiler. One of `native` shows that threads share nothing. (`te` has no case:
+TransformerEngine has process-wide state, and its models train one at a time.) A case runs in a separate process, forked
+from this one after loading only the libraries. It passes with exit code 0: an assertion ends with 1, a segmentation
+fault with -11, and a hanging case is killed. Random cases run 20 times in one process. `--quick` runs each once, and
+skips processes that reload the libraries. Exits with 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ import fp8_backends  # noqa: E402
 AO = "ao:tensorwise"
 NATIVE = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O2", "msamp:O3")
 SECONDS = 240
-"""After which a case counts as hanging."""
+"""Seconds after which a case counts as hanging."""
 ONCE = {kind: 1 for kind in ("fprop", "dgrad", "wgrad")} | {"recomputed": 0}
 
 
@@ -64,9 +63,9 @@ class Training:
         self.losses: list[float] = []
 
     def loss(self) -> torch.Tensor:
-        """Of the next forward."""
+        """Return the loss of the next forward."""
         batch = self.batches[len(self.losses) % len(self.batches)]
-        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()  # so that each layer has its dgrad
+        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()  # to give each layer its dgrad
         self.losses.append(loss.item())
         return loss
 
@@ -81,7 +80,7 @@ class Training:
         return self
 
     def check_proven(self) -> None:
-        """Each layer made each of its three products in the step that was profiled."""
+        """Check each of the three products of each layer in the profiled step."""
         products = fp8_backends.audit(self.model).products
         assert len(products) == 2 and all(counts == ONCE for counts in products.values()), products
         check_no_profiler()
@@ -92,7 +91,7 @@ def check_no_profiler() -> None:
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return that begin at the same time, each in a thread of its own."""
+    """Return the results of functions started together, each in a separate thread."""
     together = threading.Barrier(len(functions))
 
     def begin(function: Callable[[], Any]) -> Any:
@@ -108,7 +107,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def train_ao(seed: int = 0) -> None:
-    """In a process, or a thread: train and be proven."""
+    """Train and be proven in a process, or a thread."""
     Training(seed=seed).train().check_proven()
 
 
@@ -160,7 +159,7 @@ def started_processes(method: str, number: int) -> None:
 
 
 def forked_inside_a_step(repetitions: int) -> None:
-    """Data loaders fork: the profile stays with the process that began it, and the new one may train as well."""
+    """Fork like a data loader: the profile stays with its process, and the new one may train as well."""
     training = Training()
     training.loss().backward()
     assert torch._C._autograd._profiler_enabled()
@@ -177,7 +176,7 @@ def forked_inside_a_step(repetitions: int) -> None:
 
 
 def users_profiler_elsewhere(repetitions: int) -> None:
-    """In another thread than the training, and starting while it runs."""
+    """Start the user's profiler in another thread during training."""
     for seed in range(repetitions):
         done = threading.Event()
 
@@ -207,7 +206,7 @@ def users_profiler_around(repetitions: int) -> None:
 
 
 def users_profiler_in_the_middle(repetitions: int, forms: tuple[bool, ...] = (False, True)) -> None:
-    """It starts between the backward and the step, eager, and between two steps, compiled: ours gives way."""
+    """Start it between the backward and the step, eager, and between two steps, compiled: ours gives way."""
     for compiled in forms:
         training = Training(compiled=compiled)
         if compiled:
@@ -223,7 +222,7 @@ def users_profiler_in_the_middle(repetitions: int, forms: tuple[bool, ...] = (Fa
 
 
 def native_as_alone(repetitions: int) -> None:
-    """Two threads give each model the bits that it gets alone."""
+    """Compare the bits of models trained in two threads with single runs."""
     for backend in NATIVE:
         alone = [Training(backend, seed).train(6) for seed in (0, 1)]
         together = at_once(*(lambda s=seed, b=backend: Training(b, s).train(6) for seed in (0, 1)))
@@ -235,7 +234,7 @@ def native_as_alone(repetitions: int) -> None:
 
 
 def step_elsewhere(repetitions: int) -> None:
-    """Forwards and backwards in one thread, steps in another, as where an optimizer works on its own."""
+    """Run forwards and backwards in one thread, steps in another, as with a separate optimizer thread."""
     training = Training()
     with ThreadPoolExecutor(1) as stepping:
         for _ in range(3):
@@ -245,7 +244,7 @@ def step_elsewhere(repetitions: int) -> None:
 
 
 def threads_that_die(repetitions: int) -> None:
-    """In the forward, in the backward, and between the two; another thread goes on with the model."""
+    """End a thread in the forward, in the backward, and in between; another thread continues with the model."""
 
     def fail(*_) -> None:
         raise FloatingPointError
@@ -287,7 +286,7 @@ def caught(function: Callable, training: Training, errors: list) -> None:
 
 
 def dropped_elsewhere(repetitions: int) -> None:
-    """A model whose first step one thread has begun, and another one ends its life: the first can train others."""
+    """Begin a model's first step in one thread and drop it in another: the first can train others."""
     held = [Training()]
     held[0].loss().backward()
     in_thread(lambda: (held.clear(), gc.collect()))
@@ -360,12 +359,12 @@ SLOW = {"threads, then spawned processes", "threads, then notebook_launcher"}
 
 
 def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
-    """Run a case in this process, which it is the only work of, and return what the process is to end with."""
-    os.setsid()  # one that hangs is killed with all that it has started
+    """Run one case in this process, and return its exit code."""
+    os.setsid()  # a hanging case is killed with all of its children
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # a forked process makes PyTorch's pool anew, in which two threads may find none
+    torch.set_num_threads(1)  # a forked process recreates PyTorch's pool, and two threads may find none
     try:
         case(repetitions)
     except BaseException:
@@ -375,7 +374,7 @@ def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
 
 
 def wait_for(child: int) -> int | None:
-    """How a process ended; None if it hung and was killed."""
+    """Return a process's exit status; None if it hung and was killed."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

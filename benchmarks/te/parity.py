@@ -1,9 +1,9 @@
-"""Does training through this package equal TransformerEngine by hand, to the bit?
+"""Compare training through this package with a manual TransformerEngine loop, bitwise.
 
-As Accelerate's own benchmarks of TransformerEngine do it: one model, one data set, one seed, trained by stock
-Accelerate with `TERecipeKwargs`, and by a loop that swaps the layers for TransformerEngine's and enters its
-autocast itself. Every loss, the metrics before and after training, and every weight must be equal. Exits with 1 where
-they are not, with 2 where TransformerEngine cannot run.
+Like in Accelerate's own benchmarks of TransformerEngine: one model, one data set, one seed, trained by stock Accelerate
+with `TERecipeKwargs`, and by a loop that swaps the layers for TransformerEngine's and enters its autocast itself. Every
+loss, the metrics before and after training, and every weight must be equal. Exits with 1 otherwise, with 2 if
+TransformerEngine cannot run.
 
     python benchmarks/te/parity.py --recipe delayed
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/te/parity.py --mode ddp        (or fsdp2, deepspeed)
@@ -46,7 +46,7 @@ class Size(NamedTuple):
     layers: int
     sequence: int
     batch: int
-    """Of one rank."""
+    """Losses of one rank."""
     steps: int
     lr: float
 
@@ -56,7 +56,7 @@ VOCABULARY, HELD_OUT, SEED = 64, 256, 42
 
 
 class Run(NamedTuple):
-    """What one side's training gave, on this rank."""
+    """Hold the results of one side's training on this rank."""
 
     before: dict[str, float]
     losses: list[float]
@@ -100,7 +100,7 @@ def batches(size: Size, device: str) -> list[dict[str, torch.Tensor]]:
 
 
 def metrics(weights: dict[str, torch.Tensor], size: Size, device: str) -> dict[str, float]:
-    """Of a stock model with these weights: what was trained must work without TransformerEngine."""
+    """Evaluate a stock model with these weights: trained weights must work without TransformerEngine."""
     model = stock_model(size)
     model.load_state_dict(weights)
     return evaluated(model.to(device).eval(), size, device)
@@ -151,7 +151,7 @@ def accelerator_of(mode: str, recipe: str, size: Size, device: str) -> Any:
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(size))
         arguments["kwargs_handlers"].append(InitProcessGroupKwargs(backend=dist.get_backend()))
     accelerator = Accelerator(mixed_precision="fp8", **arguments)
-    if mode == "fsdp2" and device == "cpu":  # Accelerate takes DDP there, whatever is asked for
+    if mode == "fsdp2" and device == "cpu":  # there Accelerate always chooses DDP
         from engines import start_engine
 
         start_engine(accelerator, "FSDP2", arguments)
@@ -165,11 +165,11 @@ ENGINES = {
     "fsdp2": "FSDPModule",
     "deepspeed": "DeepSpeedEngine",
 }
-"""By mode, the class that a prepared model has. `recompute`: `single`, whose layers the package's side recomputes."""
+"""By mode, the class of a prepared model. `recompute`: `single` with layers recomputed on the package's side."""
 
 
 def check_engine(mode: str, model: nn.Module) -> None:
-    """That the prepared model is really in the hands of that engine."""
+    """Check that this engine wraps the prepared model."""
     names = {cls.__name__ for cls in type(model).__mro__}
     assert ENGINES[mode] in names and not names & set(ENGINES.values()) - {"Module", ENGINES[mode]}, names
 
@@ -201,14 +201,14 @@ def through_package(mode: str, recipe: str, size: Size, device: str) -> Run:
 
 
 def converted_names(model: nn.Module) -> list[str]:
-    """Modules that became TransformerEngine's."""
+    """Return the modules replaced by TransformerEngine's."""
     ours = ("fp8_backends.compute", "transformer_engine")
     found = [name for name, module in model.named_modules() if type(module).__module__.startswith(ours)]
     assert found, "the package converted nothing"
     return [name.replace("_checkpoint_wrapped_module.", "") for name in found]
 
 
-# The other: TransformerEngine by hand
+# The other side: TransformerEngine directly
 
 
 def by_hand(mode: str, recipe: str, size: Size, device: str, converted: list[str]) -> Run:
@@ -258,7 +258,7 @@ _RECIPES_MADE: dict[str, Any] = {}
 
 
 def te_recipe(recipe: str) -> Any:
-    """One object for the whole training."""
+    """Return one object for the whole training."""
     from transformer_engine.common import recipe as recipes
 
     classes = {"dynamic": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
@@ -268,7 +268,7 @@ def te_recipe(recipe: str) -> Any:
 
 
 def engine(mode: str, model: nn.Module, size: Size, device: str):
-    """The wrapped model, and what backward and a step are."""
+    """Return the wrapped model, its backward and its step."""
     if mode == "deepspeed":
         import deepspeed
 
@@ -294,7 +294,7 @@ def engine(mode: str, model: nn.Module, size: Size, device: str):
 
 
 def fsdp2_policy() -> Any:
-    """What Accelerate gives FSDP2 around FP8."""
+    """Return Accelerate's FSDP2 policy around FP8."""
     from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -312,7 +312,7 @@ def deepspeed_config(size: Size) -> dict[str, Any]:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight under its stock name, gathered where ranks share it out."""
+    """Return every weight under its stock name, gathered from shards."""
     found = {}
     for name, parameter in model.named_parameters():
         value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -324,7 +324,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differences(package: Run, hand: Run) -> list[str]:
-    """What is not equal, in words. Empty: parity."""
+    """Describe differences. Empty: parity."""
     found = []
     for step, (a, b) in enumerate(zip(package.losses, hand.losses, strict=True)):
         if a != b:
@@ -388,7 +388,7 @@ def _reset_te() -> None:
 
 
 def cannot_run(standin: bool) -> str:
-    """Why TransformerEngine cannot run here; empty where it can."""
+    """Return the reason that TransformerEngine cannot run here; empty if it can."""
     if standin:
         sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("te", "distributed")]
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -1,4 +1,4 @@
-"""Small models, data and loops that the tests of the Accelerate plug-in share."""
+"""Share small models, data and loops between the tests of the Accelerate plug-in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fp8_backends
 
 
 def mlp(seed: int = 0, width: int = 64) -> nn.Sequential:
-    """Three Linear layers, 32 -> width -> width -> 16, all of sizes that FP8 takes."""
+    """Return three Linear layers, 32 -> width -> width -> 16, in sizes divisible by 16."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16))
 
@@ -52,7 +52,7 @@ def assert_all_moved(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
 
 
 def assert_fp8_products(model: nn.Module, layers: int) -> None:
-    """Exactly `layers` layers ran, and each ran forward, dgrad (but for the first, whose input needs none), wgrad."""
+    """Assert that exactly `layers` layers ran forward, wgrad and dgrad (the first layer's input needs none)."""
     products = fp8_backends.audit(model).products
     assert len(products) == layers
     for name, counts in products.items():
@@ -61,13 +61,13 @@ def assert_fp8_products(model: nn.Module, layers: int) -> None:
 
 
 def run_python(script: str, *launcher: str, timeout: int = 120, **environment: str) -> str:
-    """Run a script in a process of its own, under `launcher`; its output, which is shown on failure. Python itself
-    (`sys.executable`), with which a launcher begins, is stood for by `warm_process`."""
+    """Run a script in its own process, under `launcher`, and return its output, shown on failure. `warm_process`
+    replaces a leading `sys.executable`."""
     repository = str(Path(fp8_backends.__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
     clean |= {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which says which device it has found
-    import warm_process  # tests/ is not on the path of the scripts, which import this file too
+    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which prints its device
+    import warm_process  # tests/ is not on the path of the scripts that import this file
 
     assert launcher[:1] in ((), (sys.executable,)), launcher
     done = warm_process.run(*launcher[1:], script, env=clean | environment, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What the logic of Accelerate's own tests and examples needs to run over our backends, in files `test_ported_*`."""
+"""Run the logic of Accelerate's own tests and examples over our backends: shared parts of `test_ported_*`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fresh_accelerator(backend: str, fields: dict | None = None, **arguments) -> 
 
 
 class Tied(nn.Module):
-    """Two layers that share weight and bias, as `ModelWithTiedWeights` of Accelerate's tests."""
+    """Share weight and bias between two layers, as `ModelWithTiedWeights` of Accelerate's tests."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tied(nn.Module):
 
 
 def components(model: nn.Module | None = None, count: int = 3) -> tuple:
-    """(model, optimizer, scheduler, loader) before they are prepared, as `create_components` makes them."""
+    """Return (model, optimizer, scheduler, loader), unprepared, as `create_components` does."""
     model = mlp() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, steps_per_epoch=2 * count, epochs=1)
@@ -61,7 +61,7 @@ def train(accelerator: Accelerator, model, optimizer, scheduler, data) -> list[f
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what a state dict holds: plain weights, with all the precision that is stored."""
+    """Return copies of a state dict's values: plain weights at full stored precision."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 

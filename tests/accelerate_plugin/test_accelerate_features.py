@@ -14,7 +14,7 @@ from widths import nightly
 from fp8_backends.tools.config import read
 
 COMMANDS = {"accelerate_test", "accelerate_config"}
-"""Rows that a test of their own runs here, on one process and on two."""
+"""Rows with a separate test here, on one process and on two."""
 IN_PROCESS = [feature for feature in FEATURES if feature.run not in COMMANDS]
 
 
@@ -45,7 +45,7 @@ def test_a_refusal_that_does_not_come_fails_and_so_does_one_with_other_words(tmp
 
 
 def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
-    """What the wizard of `accelerate config` writes with these choices and fields, else with its defaults."""
+    """Return the file of the `accelerate config` wizard for these choices and fields; defaults otherwise."""
 
     def ask_options(question, options, convert, default=0):
         return convert(answers.get(question, default))
@@ -61,7 +61,7 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [nightly(1), 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
-    """The wizard's file as it is trains with `ao`; with another backend written into it, it means that one."""
+    """Train with the wizard's file unchanged (`ao`), and with another backend written into it."""
     choices = {"Which type of machine are you using?": processes - 1, "Do you wish to use mixed precision?": 3}
     config = answered(monkeypatch, choices, should_be_used_for_distributed_training=processes)
     path = tmp_path / "wizard.yaml"
@@ -98,7 +98,7 @@ accelerator.end_training()
     "backend, processes", [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)]
 )
 def test_accelerate_test(backend, processes, tmp_path):
-    """The script that `accelerate test` starts, here by `fp8-backends launch`."""
+    """Launch the script of `accelerate test` by `fp8-backends launch`."""
     feature = row("accelerate_test")
     config = {"distributed_type": "MULTI_CPU" if processes > 1 else "NO", "num_processes": processes, "use_cpu": True}
     fp8 = {"backend": backend, "on_unproven": "warn"}

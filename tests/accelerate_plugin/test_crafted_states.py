@@ -45,7 +45,7 @@ def test_what_a_training_leaves_and_other_programs_write_loads(backend):
 
 
 def test_a_change_of_a_byte_would_be_seen():
-    """What the tests above rest on: all that is stored is compared."""
+    """Justify the tests above: the comparison covers all stored bytes."""
     run = crafted.Run("msamp:O3")
     before, weight = run.stored(), run.models[0][2].weight
     state = run.optimizers[0].state[weight]
@@ -92,7 +92,7 @@ def test_a_group_s_own_names_are_named():
 
 
 def resumed(folder: Path, saved: dict, now: dict, by_state_dict: bool = False) -> tuple:
-    """The optimizers of a run that was saved with the first fields and of one that goes on with the second."""
+    """Return the optimizers of a run saved with the first fields and of its continuation with the second."""
     optimizers = []
     for fields in (saved, now):
         run = crafted.Run("msamp:O2", **fields)

@@ -1,4 +1,4 @@
-"""What `validate` knows of a training is said once, before it begins."""
+"""Report the findings of `validate` once, before training begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fp8_backends
 
 
 def warned_of(caplog, model=None, prepared_for_evaluation=False, **options) -> list[str]:
-    """The rules whose findings `prepare` logged."""
+    """Return the rules logged by `prepare`."""
     recipe = fp8_backends.NativeRecipeKwargs(include=options.pop("include", None))
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], **options)
     model = mlp() if model is None else model

@@ -34,7 +34,7 @@ def new_run(backend: str | None, seed: int = 0, **fields):
 
 
 def test_without_its_scaling_state_a_delayed_run_would_differ(tmp_path):
-    """Without this difference no test of a resumed run would need the file."""
+    """Show the difference that makes the file necessary in tests of resumed runs."""
     accelerator, model, optimizer = new_run("native:delayed")
     train(accelerator, model, optimizer, DATA[:4])
     accelerator.save_state(str(tmp_path))
@@ -78,7 +78,7 @@ def moments_of(model, optimizer) -> list[torch.Tensor]:
 
 
 def pickled_globals(path) -> list[str]:
-    """What a process imports that reads a file of `torch.save`."""
+    """Return the globals imported while reading a file of `torch.save`."""
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         return [

@@ -1,4 +1,4 @@
-"""Who gets FP8 from the patched `Accelerator`, and that everyone else gets the stock class."""
+"""Give FP8 to calls of the patched `Accelerator` that request it, and the stock class to all others."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_incompatible_accelerate_is_an_error_only_with_fp8(monkeypatch):
 
 
 class CountingAccelerator(Accelerator):
-    """A subclass as libraries write them."""
+    """Subclass Accelerator as libraries do."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -260,7 +260,7 @@ def test_accelerator_copies():
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_a_pickled_accelerator_trains_on_as_it_would_have(backend):
-    """PyTorch pickles no hooks of an optimizer; by them scaling states roll and are saved."""
+    """Restore optimizer hooks after unpickling: PyTorch pickles none, and they roll and save scaling states."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend)])
     model = mlp()

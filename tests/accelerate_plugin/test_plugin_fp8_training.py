@@ -49,7 +49,7 @@ def test_forward_runs_under_autocast_and_returns_fp32():
 
 
 def test_losses_of_ao_equal_a_raw_torchao_loop():
-    """`ao` through Accelerate, and TorchAO as its own documentation shows it: bit for bit, on one device."""
+    """Compare `ao` through Accelerate with TorchAO's documented loop, bit for bit on one device."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = mlp()
@@ -164,7 +164,7 @@ def test_an_optimizer_that_is_not_prepared_is_told_of_once_after_the_first_backw
 
 
 def test_each_model_of_several_is_told_of(caplog):
-    """As a GAN whose second optimizer was forgotten, and whose models have a backward each."""
+    """Train a GAN with a separate backward per model and one forgotten optimizer."""
     accelerator, x = fp8_accelerator(), batches(1)[0][0]
     first, second = mlp(), mlp(1)
     first, optimizer = accelerator.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
@@ -216,7 +216,7 @@ def test_an_optimizer_of_parameters_beside_the_model_is_fine():
 
 
 class Bypass(nn.Module):
-    """Its Linear layers never run."""
+    """Never run the Linear layers."""
 
     def __init__(self):
         super().__init__()

@@ -44,7 +44,7 @@ def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
 
 @pytest.fixture
 def cpu_without_bf16(monkeypatch):
-    """As far as the package asks; its own products follow."""
+    """Report no bf16 support to the package; its products follow."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
 
 

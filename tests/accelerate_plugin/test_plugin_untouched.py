@@ -1,4 +1,4 @@
-"""Without FP8 asked for, stock Accelerate behaves as if this package were not there, to the bit."""
+"""Without FP8, stock Accelerate behaves identically with and without this package, to the bit."""
 
 from __future__ import annotations
 

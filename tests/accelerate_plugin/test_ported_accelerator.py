@@ -1,5 +1,5 @@
-"""The logic of Accelerate's tests/test_accelerator.py and tests/test_optimizer.py where FP8 has a hand in it: objects
-that are prepared, referenced, saved, loaded, unwrapped, pickled and freed."""
+"""Port the FP8-related logic of Accelerate's tests/test_accelerator.py and tests/test_optimizer.py: prepare, reference,
+save, load, unwrap, pickle and free objects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepared(backend: str, model: nn.Module | None = None, steps: int = 1, **arg
 
 
 def stock_state(optimizer) -> dict:
-    """Its state dict but for the scaling state, which hooks add to it, and PyTorch pickles no hooks."""
+    """Return the state dict without scaling state: hooks add it, and PyTorch pickles no hooks."""
     return {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
 
 
@@ -131,7 +131,8 @@ def test_a_compiled_parallel_model_is_unwrapped_with_and_without_its_compiler(ba
 
 
 def test_an_accelerator_pickles_with_all_that_it_has_prepared(backend):
-    """`test_can_pickle_dataloader` and `test_pickle_accelerator`; what is loaded trains, and leaves the first alone."""
+    """Port `test_can_pickle_dataloader` and `test_pickle_accelerator`: the copy trains without affecting the
+    original."""
     accelerator, model, optimizer, scheduler, loader = prepared(backend, steps=2)
     before = weights_of(model)
     loaded = pickle.loads(pickle.dumps(accelerator))
@@ -164,7 +165,7 @@ def test_a_model_in_double_precision_still_reads_and_runs(backend):
 
 
 def test_a_trained_model_is_saved_by_torch_and_loaded(backend):
-    """`torch.save(model.state_dict())` and `accelerator.save`, read back without our classes."""
+    """Read `torch.save(model.state_dict())` and `accelerator.save` back without our classes."""
     accelerator, model, *_ = prepared(backend)
     for save in (torch.save, accelerator.save):
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The logic of Accelerate's tests/test_state_checkpointing.py: runs that are saved and go on elsewhere, to the bit."""
+"""Port the logic of Accelerate's tests/test_state_checkpointing.py: saved runs resume bitwise in other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [row for batch in batches(2) for row in zip(*batch, strict=True)]
 
 
 class Run:
-    """What a script makes when it starts; a second one is the script started again."""
+    """Hold the objects of one script run; a second instance stands for a restart."""
 
     def __init__(self, backend: str, **arguments) -> None:
         set_seed(42)
@@ -54,7 +54,7 @@ class Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("safetensors", [True, False])
 def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
-    """`test_can_resume_training_with_folder`; a run loads into a model of its own, and again into itself."""
+    """Port `test_can_resume_training_with_folder`: a run loads into another model, and into itself."""
     first = Run(backend)
     first.accelerator.save_state(str(tmp_path / "initial"), safe_serialization=safetensors)
     initial, seen = first.state(), first.train(3)
@@ -70,7 +70,7 @@ def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
 
 
 def test_training_resumes_from_the_newest_checkpoint_of_a_relative_folder(backend, tmp_path, monkeypatch):
-    """`test_can_resume_training_checkpoints_relative_path`, `test_with_scheduler` and `test_automatic_loading`."""
+    """Port `test_can_resume_training_checkpoints_relative_path`, `test_with_scheduler` and `test_automatic_loading`."""
     monkeypatch.chdir(tmp_path)
 
     def project(iteration: int = 0) -> ProjectConfiguration:
@@ -95,7 +95,7 @@ def test_training_resumes_from_the_newest_checkpoint_of_a_relative_folder(backen
 
 
 def test_a_model_that_is_registered_beside_the_prepared_ones_is_saved_with_them(backend, tmp_path):
-    """`register_for_checkpointing` of examples/by_feature/checkpointing.py, of a second prepared model's weights."""
+    """Call `register_for_checkpointing`, as examples/by_feature/checkpointing.py, with a second prepared model."""
     run = Run(backend)
     average = mlp(seed=3)
     run.accelerator.register_for_checkpointing(average)

@@ -1,8 +1,7 @@
 """The training loops of Accelerate's test_sync.py, test_script.py and tests/test_scheduler.py, on one process.
 
-Theirs compare a prepared model with a plain one within a tolerance. Here the other model is prepared by
-`fp8_backends.prepare` and trained without Accelerate, so that both round in the same places: gradients, weights and
-losses are equal to the bit.
+Accelerate compares a prepared model with a plain one within a tolerance. Here `fp8_backends.prepare` prepares the other
+model for a loop without Accelerate: both round in the same places, and gradients, weights and losses agree to the bit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 class Pair:
-    """The same model, optimizer and scheduler twice: `ours` prepared by an Accelerator, `bare` without it."""
+    """Build the same model, optimizer and scheduler twice: `ours` prepared by an Accelerator, `bare` without it."""
 
     def __init__(self, backend: str, decay=lambda step: 1 / (1 + step), **arguments) -> None:
         self.accelerator = fresh_accelerator(backend, **arguments)
@@ -65,7 +64,7 @@ def mse(model, x, y) -> torch.Tensor:
 
 
 def test_no_sync_and_a_triggered_sync_change_nothing_on_one_process(backend):
-    """`test_noop_sync`, and the loop of `test_distributed_sync_multiple_fwd`."""
+    """Port `test_noop_sync` and the loop of `test_distributed_sync_multiple_fwd`."""
     pair = Pair(backend)
     for index, (x, y) in enumerate(batches(3)):
         pair.bare_loss(x, y).backward()
@@ -89,8 +88,8 @@ def test_no_sync_and_a_triggered_sync_change_nothing_on_one_process(backend):
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend, sync_each_batch):
-    """`test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`; the last step of an epoch
-    has one microbatch, and is divided by two as well."""
+    """Port `test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`; the last step of an
+    epoch has one microbatch, also divided by two."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
     pair = Pair(backend, gradient_accumulation_plugin=plugin)
     rows = [row for batch in batches(5) for row in zip(*batch, strict=True)]
@@ -114,7 +113,7 @@ def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend,
 @pytest.mark.slow
 @pytest.mark.parametrize("split_batches", [False, True])
 def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_batches):
-    """`training_check` of test_script.py: three epochs, shuffled by a seedable sampler."""
+    """Port `training_check` of test_script.py: three epochs, shuffled by a seedable sampler."""
     from accelerate import DataLoaderConfiguration
 
     config = DataLoaderConfiguration(split_batches=split_batches, use_seedable_sampler=True)
@@ -138,7 +137,7 @@ def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_b
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
-    """`lambda_test`, where theirs sets `_is_overflow`; here a loss that is not finite makes the loss scaler skip."""
+    """Port `lambda_test`; a non-finite loss, in place of `_is_overflow`, makes the loss scaler skip."""
     pair = Pair(
         backend,
         lambda step: 1 - step / 10,
@@ -161,7 +160,7 @@ def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
 
 
 def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):
-    """gradient_accumulation_for_autoregressive_models.py: Accelerate knows of one step only."""
+    """Port gradient_accumulation_for_autoregressive_models.py: Accelerate sees only one step."""
     accelerator = fresh_accelerator(backend)
     ours, bare = (components()[:3] for _ in range(2))
     model, optimizer, _ = accelerator.prepare(*ours)

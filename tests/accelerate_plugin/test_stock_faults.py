@@ -1,7 +1,7 @@
-"""Faults of stock Accelerate 1.15 in FP8, each with a test that ours does not have it.
+"""Test the absence of each known FP8 fault of stock Accelerate 1.15.
 
-The numbers are those of the project's list of proven faults. Where a fault lies in stock code around TransformerEngine
-or MS-AMP, which run on GPUs only, the test shows the same request on the native compute.
+Numbers follow the project's list of proven faults. For faults in stock code around the GPU-only TransformerEngine and
+MS-AMP, the test sends the same request to the native compute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trained(handler, model, data, make_optimizer=None):
 
 
 def test_fault_01_torchao_weights_train():
-    """With Accelerate's own handler and its defaults, `enable_fsdp_float8_all_gather=True` among them."""
+    """Use Accelerate's own handler and its defaults, including `enable_fsdp_float8_all_gather=True`."""
     model = mlp()
     before = copied_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -67,7 +67,7 @@ def test_fault_02_torchao_models_save(tmp_path):
 
 
 class Awkward(nn.Module):
-    """One Linear of odd sizes before its siblings."""
+    """Put one Linear of odd sizes before its siblings."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def test_fault_08_siblings_of_an_odd_layer_convert():
 
 
 class Tied(nn.Module):
-    """An embedding tied to the output projection, and one block used twice."""
+    """Tie the embedding to the output projection, and use one block twice."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ def test_fault_12_conversion_turns_back(backend):
     assert_all_moved(model, weights)
 
 
-# 13, 14: what may be passed to prepare
+# 13, 14: arguments of prepare
 
 
 def test_fault_13_model_alone_several_models_and_dummy_optimizers():

@@ -25,7 +25,7 @@ DATA = batches(4)
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the package catches it."""
+    """Stand for SIGKILL: the package never catches it."""
 
 
 def run(folder: Path | None = None, seed: int = 0, **project):
@@ -116,7 +116,7 @@ def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_pat
         Path(folder, "elsewhere").symlink_to("nowhere")
 
     accelerator.register_save_state_pre_hook(write)
-    for _ in range(2):  # a new folder, and one that is there
+    for _ in range(2):  # a new folder, and an existing one
         accelerator.save_state(str(tmp_path / "a"))
         assert {"latest.txt", "hub/card.md"} == {name for name in files(tmp_path) if not name.startswith("a/")}
         (tmp_path / "latest.txt").unlink()
@@ -162,7 +162,7 @@ def test_an_error_of_fsdp2s_sharded_files_is_one_like_any_other(tmp_path):
 
 
 class CountsElsewhere(torch.optim.SGD):
-    """Keeps in its state what is no state of a parameter, as some optimizers of other libraries do."""
+    """Keep a state without a parameter, as some third-party optimizers do."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -222,7 +222,7 @@ def test_a_folder_that_is_replaced_keeps_its_permissions(tmp_path):
 
 @contextmanager
 def killed_at_rename(number: int):
-    """End the process before it renames anything for that many times; yields whether it came so far."""
+    """End the process before rename number `count`; yield whether it got there."""
     rename, renamed, killed = os.rename, [], []
 
     def interrupted(source, target):
@@ -241,7 +241,7 @@ def killed_at_rename(number: int):
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
-    """Before each rename that replaces an older checkpoint, and again while a load finishes it."""
+    """Interrupt before each rename of a replacement, and again while a load finishes it."""
     accelerator, model, optimizer = run()
     target, mine = tmp_path / "a", {"log.txt", "part/more.txt"}
     accelerator.save_state(str(target))
@@ -252,7 +252,7 @@ def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(
     weights = copied_parameters(model)
     with killed_at_rename(at) as killed:
         accelerator.save_state(str(target))
-    assert bool(killed) == (at <= 4)  # the old one away, the new one in, and what is the user's own
+    assert bool(killed) == (at <= 4)  # the old one away, the new one in, and the user's own files
     for folder in (tmp_path, target):
         assert fp8_backends.checkpoints.newest_checkpoint(folder) == str(target)
     assert target.exists() == (at != 2)  # finding it changes nothing

@@ -1,4 +1,4 @@
-"""What the code for a GPU may cost at most. A change that costs more shows here; one that costs less may lower them."""
+"""Bound the cost of the code for a GPU. A change above a bound fails here; a cheaper one may lower it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """Of a decoder layer of Llama 8B at 8192 tokens, compiled, forward and backward; and of one eager Linear."""
+    """Bound a compiled decoder layer of Llama 8B at 8192 tokens, forward and backward, and one eager Linear."""
 
     kernels: int
-    """That Inductor makes of the layer."""
+    """Kernels of the layer made by Inductor."""
     megabytes: int
-    """That they read and write."""
+    """Megabytes read and written by them."""
     mlp_kernels: int
     mlp_megabytes: int
-    """The same of norm, feed-forward part and residual alone."""
+    """The same for norm, feed-forward part and residual only."""
     launches: int | None
-    """Of this package's kernels, by an eager Linear. None: not counted."""
+    """Launches of this package's kernels, by an eager Linear. None: not counted."""
     operators: int | None
-    """That PyTorch launches besides."""
+    """Other operators launched by PyTorch."""
 
 
 BUDGETS = {
@@ -27,17 +27,17 @@ BUDGETS = {
     "msamp:O2": Budget(75, 8_960, 30, 5_730, None, None),
 }
 SPECIALISATIONS = {"native:dynamic": 3, "native:delayed": 3}
-"""Kernels that Triton compiles for one bf16 layer of aligned sizes: an eager run waits a second for each."""
+"""Kernels compiled by Triton for one bf16 layer of aligned sizes: an eager run waits a second for each."""
 NOTES = 7
 """Calls of this package's operators by a compiled layer: one a Linear, in backward."""
 INDUCTORS_STACK = 8
-"""Bytes of a thread that a kernel of Inductor's may keep outside of registers. This package's kernels keep none."""
+"""Bytes per thread kept outside registers by a kernel of Inductor's. This package's kernels keep none."""
 OPTIMIZER = {"bytes": 11.0, "instructions": 106.0}
-"""Of an element, in O2's step."""
+"""Costs per element, in O2's step."""
 
 
 def within(result: dict, budget: Budget) -> list[str]:
-    """What a result of `predict.py` has too much of, as sentences."""
+    """Return the excess of a `predict.py` result as sentences."""
     found = {
         "kernels": result["layer"]["kernels"],
         "megabytes": result["layer"]["bytes"] / 1e6,

@@ -1,5 +1,5 @@
-"""Two compiled Linears, the second with one output, as a GPU of some capability would get them: kernels that Triton
-compiles for it, and those that it does not. Prints JSON.
+"""Compile two Linears, the second with one output, for a GPU of a given capability: list the kernels compiled by
+Triton, and the failures. Prints JSON.
 
     small_layers.py BACKEND CAPABILITY
 """
@@ -43,7 +43,7 @@ def main(backend: str, major: str, minor: str) -> None:
         tuner = tuner_of(kernel.name, kernel.source)
         try:
             made_for(chip.target, tuner, tuner.configs[0])
-        except Exception as error:  # of Triton's compiler, or of ptxas
+        except Exception as error:  # errors of Triton's compiler, or of ptxas
             failures.append(f"{kernel.name}: {error}")
     products = [product.dtype for code in codes for product in code.products]
     print(json.dumps({"kernels": len(kernels), "failures": failures, "products": products}))

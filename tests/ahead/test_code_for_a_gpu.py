@@ -1,4 +1,4 @@
-"""The code that a GPU would get from this tree, made on a CPU by PyTorch's build for CUDA: within its budgets.
+"""Generate this tree's GPU code on a CPU with PyTorch's build for CUDA, and hold it to its budgets.
 
 `CUDA_BUILD_PYTHON` names the Python of an environment with that build; without it these tests are skipped, and
 `test_prediction.py` holds the committed record against the same budgets.
@@ -44,7 +44,7 @@ def test_a_compiled_layer(backend, tmp_path):
 
 @pytest.mark.parametrize("capability", ["9 0", "8 0"], ids=["Hopper", "A100"])
 def test_every_kernel_of_a_compiled_layer_compiles(capability, tmp_path):
-    """Of one with a single output too, whose gradient is a row. Below 8.9, where Triton has no E4M3, products are
+    """Include a layer with a single output and a row as gradient. Below 8.9, without E4M3 in Triton, products are
     emulated."""
     for backend in ("native:delayed", "native:rowwise"):
         result = answered("small_layers.py", backend, *capability.split(), cwd=tmp_path, folder="tests/ahead")

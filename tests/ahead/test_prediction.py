@@ -72,8 +72,8 @@ def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps()
 
 
 def test_the_optimizer_costs_what_each_parameter_stores():
-    """At O2 embedding, norms and a head in high precision keep FP32: 28 bytes an element, and not 11. The kernel of O2
-    takes as long as its bytes or its instructions, whichever is longer."""
+    """At O2, embedding, norms and a high-precision head keep FP32: 28 bytes an element instead of 11. The O2 kernel
+    takes the longer of its memory time and its instruction time."""
     chip = CHIPS[RECORD["arguments"]["chip"]]
     issued = chip.multiprocessors * chip.clock * roofline.ISSUED * roofline.LANES
     for name, result in RESULTS.items():
@@ -112,7 +112,7 @@ def test_a_kernel_takes_what_takes_longest():
 
 
 def operations(text: str) -> list[Operation]:
-    """From lines such as `@P0 BRA 0x30`."""
+    """Parse lines such as `@P0 BRA 0x30`."""
     found = []
     for i, line in enumerate(text.splitlines()):
         predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
@@ -122,7 +122,7 @@ def operations(text: str) -> list[Operation]:
 
 
 def test_of_a_loop_with_a_masked_way_the_wide_one_counts():
-    """Two ways through one loop: four elements by one load, or by four masked ones."""
+    """Give one loop two paths: four elements by one load, or four masked loads."""
     masked = ["LDG.E.U8 R2"] * 4 + ["FADD R2"]
     wide = ["LDG.E R2", "FADD R2", "FMUL R2"]
     before = ["MOV R1", "@P0 BRA 0x80"]  # to the wide way

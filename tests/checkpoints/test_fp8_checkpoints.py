@@ -1,4 +1,4 @@
-"""Models from an FP8 checkpoint: refused, made plain, or left frozen; and saved."""
+"""Refuse, dequantize, freeze and save models from an FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
 
 
 def test_frozen_fp8_linear_is_reported_as_foreign():
-    """It stays under adapters: foreign FP8, neither high precision nor proven here."""
+    """Keep it under adapters: foreign FP8, neither high precision nor proven here."""
     quantized = with_fp8_linear(llama())
     for name, parameter in quantized.named_parameters():
         parameter.requires_grad_("_proj" not in name)
@@ -258,7 +258,7 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
 
 
 def test_layers_decompressed_by_compressed_tensors_are_not_made_plain(tmp_path):
-    """Its first forward turns codes into frozen weights and wraps every module."""
+    """The first forward of such a model turns codes into frozen weights and wraps every module."""
     fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
     model = load(tmp_path, None)
     logits(model)

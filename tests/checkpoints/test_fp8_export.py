@@ -95,14 +95,14 @@ def test_stock_transformers_computes_with_the_written_values(format, tmp_path):
     written = values_of(stored(tmp_path), SCALES[format])
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and "lm_head.weight" not in written
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in written.items())
-    # our products in FP8 and stock products of the same values differ by what activations lose in E4M3
+    # our FP8 products and stock products of the same values differ by the activations' loss in E4M3
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         in_fp8 = model(IDS).logits.float()
     assert (logits(loaded) - in_fp8).norm() < 0.05 * in_fp8.norm()
     plain = llama()
     plain.load_state_dict(written | {"lm_head.weight": written["model.embed_tokens.weight"]})
     assert torch.equal(logits(loaded), logits(plain))
-    # and the model goes on as it was
+    # and the model continues unchanged
     assert not hasattr(model.config, "quantization_config")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

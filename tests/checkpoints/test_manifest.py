@@ -78,7 +78,7 @@ def test_a_manifest_is_only_needed_if_promised(tmp_path):
     assert manifest.condition(folder).word == "no manifest"
     (folder / "fp8_backend.json").unlink()
     assert manifest.condition(folder).word == "no manifest"
-    (folder / "random_states_0.pkl").unlink()  # now it looks like a Trainer's that ended early
+    (folder / "random_states_0.pkl").unlink()  # now it looks like an interrupted one of Trainer
     assert manifest.condition(folder).word == "incomplete"
     (folder / "trainer_state.json").write_text("{}")
     assert manifest.condition(folder).word == "no manifest"
@@ -166,7 +166,7 @@ def test_checkpoints_without_a_manifest_are_taken_if_none_has_one(tmp_path, caps
     ],
 )
 def test_a_manifest_of_another_form_is_damaged(key, value, tmp_path):
-    """Its checksum is right: a checksum proves integrity, not authorship."""
+    """A correct checksum proves integrity, not authorship."""
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     rewritten(folder, **{key: value})
     found = manifest.condition(folder)

@@ -17,7 +17,7 @@ SCALES = {"finegrained_fp8": "weight_scale_inv", "compressed-tensors": "weight_s
 
 
 def llama(hidden: int = 256, inner: int = 384, tied: bool = True) -> nn.Module:
-    """From seed 0. By default all sizes are multiples of 128."""
+    """Build from seed 0, by default with multiples of 128 as sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def config_of(folder) -> dict:
 
 
 def load(folder, format: str | None = "finegrained_fp8") -> nn.Module:
-    """Load with stock transformers, as plain weights; without a format as its configuration says."""
+    """Load with stock transformers, as plain weights; without a format, as its configuration says."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
     configs = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}

@@ -1,4 +1,4 @@
-"""benchmarks/comm.py: what it counts, and the trace that it writes. No timing is asserted here."""
+"""Check the counts and the trace of benchmarks/comm.py, and no timing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_bytes_and_a_trace_of_two_ranks(tmp_path):
     assert set(record["passes"]) == {"copy", "pack", "reduce", "unpack", "codes"}
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     travels = [event for event in events if event["name"].startswith("gloo:")]
-    # the end of each is a sum with its begin, which FP64 resolves to this much
+    # the end of each is a sum with its begin, with this resolution in FP64
     resolution = sum(math.ulp(event["ts"] + event["dur"]) for event in travels)
     assert 0 < record["overlap"]["travel_us"] <= sum(event["dur"] for event in travels) + resolution
     assert 0 <= record["overlap"]["share"] < 1 and "of the time in which gradients travel" in done.stdout
 
 
 def test_what_the_trace_s_share_means():
-    """Collectives from 0 to 4 and 3 to 6, backward from 2 to 5 and 5 to 5.5: beside each other from 2 to 5.5."""
+    """Use collectives from 0 to 4 and 3 to 6, backward from 2 to 5 and 5 to 5.5: they overlap from 2 to 5.5."""
     import importlib.util
     import sys
 

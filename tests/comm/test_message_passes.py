@@ -57,12 +57,12 @@ def test_every_code_is_decoded():
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
         result, expected = (passes.dequantize(codes, scale_inv) for passes in (messages, cases.reference))
-        ordinary = ~expected.isnan()  # NaN's code occurs beside the scale NaN only
+        ordinary = ~expected.isnan()  # NaN's code occurs only with the scale NaN
         assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 
 
 def test_no_temporary_grows_with_the_bucket(monkeypatch):
-    """What is as long as a bucket is made once, as a message or a result; everything else fits into chunks."""
+    """Allocate the length of a bucket once, for a message or a result; everything else fits into chunks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     monkeypatch.setattr(messages, "CHUNK", 16 * BLOCK)

@@ -1,4 +1,4 @@
-"""What one rank sends: E4M3 codes and the exponents of their scales, as bytes."""
+"""Check the message of one rank: E4M3 codes and the exponents of their scales, as bytes."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_a_power_of_two_travels_exactly():
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_what_is_rounded_already_travels_exactly(seed, dtype):
-    """Why contributions that are all to be rounded need one pass: rounding again on the way changes nothing."""
+    """Justify one pass for contributions to be rounded: rounding again on the way changes nothing."""
     once = decoded(message_cases.values(20 * BLOCK, dtype, seed).unsqueeze(0))
     finite = torch.where(once.isfinite(), once, torch.zeros_like(once))
     assert torch.equal(decoded(finite).view(torch.int32), finite.view(torch.int32))
 
 
 def test_a_rowwise_gradient_keeps_its_small_rows():
-    """Why the unit is a block: with one scale for the tensor, rows below 2**-18 of the largest become zero."""
+    """Justify blocks as unit: one scale for the tensor turns rows below 2**-18 of the largest into zeros."""
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(64).float()[:, None]
     by_block, by_tensor = decoded(rows.reshape(1, -1)).view_as(rows), quantize(rows, torch.float8_e4m3fn).dequantize()
     errors = ((by_block - rows).norm(dim=1) / rows.norm(dim=1), (by_tensor - rows).norm(dim=1) / rows.norm(dim=1))
@@ -101,7 +101,7 @@ def test_bytes_of_a_message_stay_below_the_shares_of_fp32_and_bf16():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_value_is_read_on_the_host(dtype):
-    """Fake tensors raise wherever a value is read, so nothing here would wait for a GPU."""
+    """Fake tensors raise at every read of a value, so these operations never wait for a GPU."""
     with FakeTensorMode():
         message = encode(torch.empty(4, 1000, dtype=dtype))
         codes, scale_inv = decode(message)

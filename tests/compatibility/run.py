@@ -2,11 +2,10 @@
 
     python tests/compatibility/run.py ["oldest torch" pinned …] [-- PYTEST ARGUMENTS]
 
-Each entry names a version of Python and the packages whose version it sets; all others come from
-`tests/constraints.txt`, but for a package that an entry lists without a version, which is the newest that pip finds. An
-entry may name the `extras` that it installs, and the `tests` that need no more. An entry whose Python is not on this
-machine is named as not run, and the exit code is 2 then, unless something failed (1).
-The workflow for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
+Each entry names a version of Python and pins some packages; all others come from `tests/constraints.txt`. pip takes the
+newest version of a package listed without one. An entry may name its `extras`, and the `tests` to run with only these.
+Entries without their Python on this machine are reported as not run: exit code 2, or 1 after a failure. The workflow
+for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MATRIX = Path(__file__).with_name("matrix.json")
 
 
 class Result(NamedTuple):
-    """What became of one entry."""
+    """Hold the outcome of one entry."""
 
     name: str
     python: str
@@ -35,7 +34,7 @@ class Result(NamedTuple):
     outcome: str
     """The last line of pytest, or why nothing ran."""
     status: int
-    """Exit code of pytest; -1 where nothing ran."""
+    """Exit code of pytest; -1 if nothing ran."""
 
 
 def main() -> int:
@@ -55,7 +54,7 @@ def main() -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is for this command, and what stands after `--`, for pytest."""
+    """Return the arguments of this command, and those after `--`, for pytest."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:end], arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal"]
 
@@ -70,7 +69,7 @@ def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
         constraints.write_text(constraints_of(entry["packages"]))
         subprocess.run([python, "-m", "venv", Path(folder, "venv")], check=True)
         python = str(Path(folder, "venv", "bin", "python"))
-        # "===" where there is a version: "==" would also take a build for the CPU from a folder of wheels
+        # "===" with a version: "==" would also take a build for the CPU from a folder of wheels
         wanted = [package.replace("==", "===") for package in entry["packages"]]
         extras = entry.get("extras", "report,test")
         installed = subprocess.run(
@@ -99,7 +98,7 @@ def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
 
 
 def constraints_of(packages: list[str]) -> str:
-    """`tests/constraints.txt` without the packages that an entry chooses itself."""
+    """Return `tests/constraints.txt` without the packages set by an entry."""
     chosen = {_name(package) for package in packages} | {"setuptools"}  # PyTorch bounds it, each version otherwise
     lines = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
     return "".join(f"{line}\n" for line in lines if _name(line) not in chosen)

@@ -1,4 +1,4 @@
-"""The environments of `matrix.json` are what setup.cfg claims."""
+"""Compare the environments of `matrix.json` with the claims of setup.cfg."""
 
 import configparser
 import json
@@ -34,7 +34,7 @@ def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():
 
 
 def test_the_oldest_python_runs_the_tests_that_need_only_what_it_has():
-    """The extra `test` needs packages of which it has no such version."""
+    """Some packages of the extra `test` have no version for the oldest Python."""
     entry = MATRIX["python 3.10"]
     assert setup_cfg()["options"]["python_requires"] == f">={entry['python']}"
     (report,) = setup_cfg()["options.extras_require"]["report"].split()

@@ -1,4 +1,4 @@
-"""Layers in these tests are small: the casts that serve large matrices on a CPU make their operands all the same."""
+"""Use the casts for large matrices on a CPU for the small layers of these tests, too."""
 
 import pytest
 

@@ -35,7 +35,7 @@ def operands(sizes, blocks, formats=(E4M3, E4M3)):
 
 
 def part_after_part(a, a_blocks, b, b_blocks):
-    """As TransformerEngine's reference: y = fma(product of the codes of one part * a's scale, b's scale, y) in FP32."""
+    """Follow TransformerEngine's reference: y = fma(product of one part's codes * a's scale, b's scale, y) in FP32."""
 
     def scales_of(q, blocks):
         scale_inv = 2.0 ** (q.scale_inv.double() - 127) if q.scale_inv.dtype == torch.uint8 else q.scale_inv.double()

@@ -1,4 +1,4 @@
-"""Compiled layers count and record what eager ones do, in whatever order forwards and backwards come."""
+"""Compare counts and records of compiled and eager layers in every order of forwards and backwards."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ COMPUTE = NativeCompute()
 
 
 class Twice(nn.Module):
-    """A layer that runs twice in one forward, alone or checkpointed."""
+    """Run a layer twice in one forward, plain or checkpointed."""
 
     def __init__(self, checkpointed):
         super().__init__()
@@ -114,7 +114,7 @@ def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, 
 @pytest.mark.nightly  # `test_scaled_weights.py` trains by Inductor in the default run
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
 def test_so_does_inductor(spec):
-    """Its sums differ in the last bits: losses, scales and histories agree to 1 %."""
+    """Sums differ in the last bits: losses, scales and histories agree to 1 %."""
     (eager,), (compiled,) = (run(spec, ["lifo"], compiler) for compiler in (None, "inductor"))
     assert compiled[0] == pytest.approx(eager[0], rel=1e-2) and compiled[1] == eager[1]
     for name, state in compiled[2].items():

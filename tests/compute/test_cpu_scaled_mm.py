@@ -1,4 +1,4 @@
-"""The operator of PyTorch that TorchAO calls, on a CPU whose kernel for it is of no use."""
+"""Test the operator called by TorchAO on CPUs without a usable kernel."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from fp8_backends.kernels import cpu_casts
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Act as a CPU that needs another kernel, and return its products since."""
+    """Act as a CPU in need of another kernel, and record its products."""
     restore_cpu_product()  # on such a CPU an earlier test needed it
     calls = []
     product = cpu_casts.product
@@ -42,7 +42,7 @@ def own_kernel(*args, **kwargs):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("a_format", [E4M3, E5M2])
 def test_products_are_pytorchs_on_other_cpus(a_format, out_dtype, bias, calls):
-    """Scales that are powers of two round nothing: products differ by the order of sums and one rounding."""
+    """Power-of-two scales are exact: products differ by the order of sums and one rounding."""
     a, b, *scales = operands(False, a_format)
     options = {"bias": torch.randn(48) if bias else None, "out_dtype": out_dtype}
     expected = own_kernel(a, b, *scales, **options).float()

@@ -1,4 +1,4 @@
-"""A head that defers its logits: losses that do without them, and everything else, which finds them as ever."""
+"""Defer the logits of a head: losses need none, and every other reader gets them unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, VOCABULARY, SEQUENCES, LENGTH = 32, 500, 2, 150
 
 
 class Run:
-    """A head that defers or not, after one forward."""
+    """Hold a head, deferring or not, after one forward."""
 
     def __init__(self, defers: bool, autocast: bool = True) -> None:
         torch.manual_seed(0)
@@ -32,7 +32,7 @@ class Run:
             self.logits = self.head(self.x)
 
     def results(self, use) -> list[torch.Tensor]:
-        """What `use(logits, labels)` returns, and the gradients that it has."""
+        """Return `use(logits, labels)` and its gradients."""
         loss = use(self.logits, self.labels)
         loss.backward()
         return [loss.detach(), self.x.grad, self.head.weight.grad, self.head.bias.grad]
@@ -43,7 +43,7 @@ def read(logits) -> bool:
 
 
 def of_transformers(logits, labels):
-    """`ForCausalLMLoss`, with the number of items that Trainer counts over microbatches."""
+    """Compute `ForCausalLMLoss` with Trainer's count of items over microbatches."""
     labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1), reduction="sum")
     return loss / torch.tensor(77)
@@ -106,7 +106,7 @@ def masked(logits, labels):
 
 
 class _Doubled(torch.autograd.Function):
-    """A function in C++'s reach alone: nothing tells it apart from PyTorch's own."""
+    """Hide a function in C++: only its node tells it apart from PyTorch's own."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -155,7 +155,7 @@ def penalty_last(logits, labels):
 
 
 def compiled(use):
-    """Its graph breaks at the logits."""
+    """Compile; the graph breaks at the logits."""
     return pytest.param(torch.compile(use, backend="eager"), use, marks=pytest.mark.slow, id=f"compiled {use.__name__}")
 
 
@@ -249,7 +249,7 @@ def test_a_hook_of_the_meter_is_called_with_and_without_logits():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a result has."""
+    """Record the largest number of elements of any result."""
 
     elements = 0
 
@@ -265,7 +265,7 @@ def test_no_tensor_has_a_number_for_each_token_and_word(use):
     run, largest = Run(True), Largest()
     with largest:
         run.results(use)
-    assert largest.elements == 128 * VOCABULARY  # of a chunk; there are 300 tokens
+    assert largest.elements == 128 * VOCABULARY  # rows of a chunk; there are 300 tokens
     with largest:
         Run(False).results(use)
     assert largest.elements >= (LENGTH - 1) * SEQUENCES * VOCABULARY

@@ -1,4 +1,4 @@
-"""Derivatives that FP8 products do not have are refused by name, and never zero in silence."""
+"""Refuse unsupported derivatives by name; never return silent zeros."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_in_evaluation_a_second_derivative_is_that_of_plain_layers(spec):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             gradient = ours.grad.dequantize() if hasattr(ours.grad, "stored") else ours.grad
-            # a gradient is stored in E4M3 where a level stores it: off by at most 2**-4 of an element
+            # a level stores a gradient in E4M3: off by at most 2**-4 of an element
             torch.testing.assert_close(gradient, theirs.grad, rtol=2**-4 if "msamp" in spec else 1e-5, atol=1e-4)
 
 

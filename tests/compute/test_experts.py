@@ -1,4 +1,4 @@
-"""Experts in FP8: every number is that of a Linear with the expert's weight and tokens; and what a GPU would run."""
+"""Compare FP8 experts with a Linear over the expert's weight and tokens, and check products against a GPU's rules."""
 
 from types import SimpleNamespace
 
@@ -119,8 +119,8 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
     ],
 )
 def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_values(level, scaling, family):
-    """FP16 data get a scale for each expert. E4M3 codes have one scale, a power of two: others would round nothing
-    more."""
+    """FP16 data get a scale for each expert. E4M3 codes have one power-of-two scale; more scales would change no
+    bit."""
     root, twin = prepared_at(level, family, scaling)
     stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
     assert all(getattr(root.experts, part).codes.dtype == stored for part in PARTS)
@@ -145,7 +145,7 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
 
 @pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
 def test_the_window_of_each_expert_is_a_linears(rolled):
-    """Before and after its first 16 steps; experts with an inf, with a NaN, and without tokens."""
+    """Run before and after the first 16 steps; with an inf, with a NaN, and without tokens in some experts."""
     x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
     x[4, 2], x[7, 3] = float("inf"), float("nan")
     states = new_window_state().repeat(5, 1, 1)
@@ -186,8 +186,8 @@ def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
 
 
 def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
-    """Tokens with gradients of 1 and of 2**-20 share an expert: one scale in E4M3 zeroes the small ones, scales by row
-    keep them."""
+    """Let tokens with gradients of 1 and of 2**-20 share an expert: one E4M3 scale zeroes the small ones, rowwise
+    scales keep them."""
     hidden, _, weights = routed(32)
     chosen = torch.zeros(32, 2, dtype=torch.long)
     dy = torch.ones(32, WIDTH)
@@ -225,7 +225,8 @@ def test_each_product_can_stay_in_high_precision():
 
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_nan_and_inf_stay_with_their_experts_and_show(backend):
-    """A NaN stays in its token. An inf has no code: it shows in all tokens of its expert (only its own by rows)."""
+    """A NaN stays in its token. An inf has no code: it reaches all tokens of its expert (with rowwise scales only its
+    own)."""
     root, twin = prepared("mixtral", backend)
     hidden, _, weights = routed(24)
     chosen = torch.arange(24).unsqueeze(1).repeat(1, 2) % EXPERTS
@@ -253,8 +254,8 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
-    """Expert parallelism without an exchange gives a rank all tokens, some for an expert after its own, with weight
-    zero. One of them is all inf. The numbers are those of a batch without them."""
+    """Expert parallelism without an exchange gives a rank all tokens, some for remote experts with weight zero. One of
+    them is all inf. Results equal a batch without them."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: placed)
     hidden, chosen, weights = routed(40)
@@ -305,9 +306,9 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
             for microbatch in range(3):
                 run(root, *routed(20, 3 * step + microbatch), torch.ones(20, WIDTH))
             optimizer.step()
-        assert len(made) == (2 * 2 if kept else 6 * 2)  # of two weights
+        assert len(made) == (2 * 2 if kept else 6 * 2)  # for two weights
         results[kept] = [parameter.detach().clone() for parameter in root.parameters()]
-        # rowwise makes the codes for dgrad anew in backward, and holds none otherwise
+        # rowwise recomputes the codes for dgrad in backward, and holds none otherwise
         held = {"native:dynamic": 1, "native:rowwise": int(kept)}[backend]
         counted = fp8_backends.audit(root, optimizer).bytes_per_parameter["weight"]
         weights = sum(p.numel() for p in root.parameters() if p.dim() == 3)
@@ -315,7 +316,7 @@ def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
 
 
-# what a GPU would run
+# a GPU's engine
 
 
 def fake_weight(*shape, stored):
@@ -446,7 +447,7 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
     scale_a, scale_b = scale_a.view(len(groups), -1, 1), scale_b.view(len(groups), -1, 1)
     out = torch.full((len(groups), a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype)
     for group, (begin, end) in enumerate(groups):
-        if begin < end:  # of an empty sum nothing is promised
+        if begin < end:  # an empty sum has no promised value
             left = Quantized(a[:, begin:end].contiguous(), scale_a[group])
             out[group] = scaled_product(left, Quantized(b[begin:end].t().contiguous(), scale_b[group]), out_dtype)
     return out
@@ -454,7 +455,7 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
 
 @pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
 def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
-    """For odd sizes: the bits of group by group, and nothing from between the groups."""
+    """For odd sizes, match group-by-group products bitwise and ignore the gaps between groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
     torch.manual_seed(0)
     x, dy, w = torch.randn(len(ids), 24), torch.randn(len(ids), 40), torch.randn(4, 40, 24)
@@ -505,7 +506,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
     "family,backend,on_gpu", [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)]
 )
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
-    """With a GPU's padded groups and cast operators too."""
+    """Include a GPU's padded groups and cast operators."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
     hidden, chosen, weights = routed(24)

@@ -1,4 +1,4 @@
-"""The codes of shards that FSDP2 gathers are those of the whole weight, to the bit; on one process, without FSDP2."""
+"""Compare codes from FSDP2 shards with codes of the whole weight, bitwise, on one process without FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 290, 300
 CUTS = (0, 97, 194, 290, 290)
-"""Uneven shards that cut through blocks; the last one is empty."""
+"""Uneven shards cutting through blocks; the last one is empty."""
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -94,7 +94,7 @@ def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
 @pytest.mark.parametrize("transposed", [False, True], ids=["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("rule", RULES)
 def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, transposed):
-    """With an overflow in one expert."""
+    """Include an overflow in one expert."""
     pytest.importorskip("transformers")
     root = make_experts("gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70)
     fp8_backends.prepare(root, None, f"native:{rule}")

@@ -19,7 +19,7 @@ from fp8_backends.compute.torchao.backend import TorchAOCompute
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that the process sees these GPUs, by CUDA capability or AMD's architecture."""
+    """Pretend to see these GPUs, by CUDA capability or AMD's architecture."""
 
     def pretend(*seen, cuda="13.0"):
         is_amd = any(isinstance(gpu, str) for gpu in seen)
@@ -46,7 +46,7 @@ def gpus(monkeypatch):
     ],
 )
 def test_fp8_products_need_matrix_units_in_every_visible_gpu(gpus, visible, products):
-    """AMD's are told by architecture: their capability numbers have another meaning."""
+    """Identify AMD's GPUs by architecture: their capability numbers have another meaning."""
     gpus(*visible)
     assert hardware.fp8_products() is products
     capabilities = [gpu for gpu in visible if isinstance(gpu, tuple)]
@@ -103,7 +103,7 @@ def test_advice_is_for_the_least_of_the_gpus_or_for_the_cpu(gpus):
 
 
 CPUS = {
-    # name: what it can do, whether oneDNN takes bf16 there, and then: bf16 products, a useful `_scaled_mm`
+    # name: capabilities, bf16 support in oneDNN, and the results: bf16 products, a useful `_scaled_mm`
     "AVX2": ({"avx2"}, False, False, True),
     "AVX-512, where oneDNN goes by way of FP32": ({"avx2", "avx512_f"}, True, False, True),
     "AVX-512 BF16": ({"avx512_f", "avx512_bf16"}, True, True, True),

@@ -29,7 +29,7 @@ IGNORED = -100
 
 
 def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
-    """(a head, hidden states that require a gradient, labels with some ignored)"""
+    """Return a head, hidden states with gradient, and labels with some ignored."""
     generator = torch.Generator().manual_seed(seed)
     head = nn.Linear(hidden, vocabulary, bias=with_bias)
     for parameter in head.parameters():
@@ -85,7 +85,7 @@ PROBLEMS = {
 def test_high_precision_is_within_the_rounding_of_its_products(
     seed, tokens, hidden, vocabulary, with_bias, dtype, takes_mean, label_smoothing, elementwise, factor
 ):
-    """`factor` stands for a loss scaler's."""
+    """`factor` stands for a loss scale."""
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
     labels[0] = 0  # at least one counts
     options = CrossEntropy(IGNORED, takes_mean, label_smoothing)
@@ -108,7 +108,7 @@ def test_high_precision_is_within_the_rounding_of_its_products(
     assert abs(loss.item() - exact.item()) <= (2 * off + 1e-6 * exact.item()) * (1 if takes_mean else number)
     size = factor / number if takes_mean else factor
     of_probability = size * scores.detach().softmax(1) * counts.unsqueeze(1)
-    # then the gradient is rounded, as are the softcap's derivative and what the products give
+    # then the gradient is rounded, and so are the softcap's derivative and the products
     change = of_probability * math.expm1(2 * off) + 8 * unit * of_scores.abs()
     bounds = [change @ exact_head.weight.abs(), change.T @ exact_x.abs(), change.sum(0)]
     smallest = torch.finfo(dtype).smallest_normal * hidden * tokens * max(size, 1.0)

@@ -1,4 +1,4 @@
-"""Codes of weights that serve several microbatches: the same numbers, one cast a step, and never a stale one."""
+"""Reuse weight codes over microbatches: same numbers, one cast a step, and never stale codes."""
 
 import copy
 import pickle
@@ -99,7 +99,7 @@ def test_codes_are_kept_only_on_request(casts):
 
 
 class Raw(torch.optim.SGD):
-    """An optimizer that writes past autograd's count of changes, as one in another language would."""
+    """Write past autograd's version counter, as an optimizer in another language would."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -181,7 +181,7 @@ def test_evaluation_neither_reads_nor_keeps_codes(casts):
 
 
 def test_a_forward_without_gradients_serves_those_after_it(casts):
-    """Such as a checkpoint's first: it keeps the codes for dgrad as well."""
+    """Like the first forward of a checkpoint, it keeps the codes for dgrad as well."""
     model, _ = made()
     with torch.no_grad():
         model(batch(0))
@@ -227,7 +227,7 @@ def test_compiled_code_makes_codes_in_its_graph(casts):
 
 
 def test_audit_counts_the_bytes_that_are_kept():
-    """One code for each weight element; rules with one scale a tensor hold it from forward to backward anyway."""
+    """Keep one code per weight element; tensorwise rules hold it from forward to backward anyway."""
     for backend, before, after in (("native:dynamic", 1, 1), ("native:rowwise", 0, 1), ("native:delayed", 1, 1)):
         model, optimizer = made(backend, keep=False)
         assert COMPUTE.transient_bytes_per_element(model[0]) == before

@@ -1,4 +1,4 @@
-"""The native FP8 linear layer by itself: numbers, shapes, memory, what it survives, what it refuses."""
+"""Test the native FP8 linear layer in isolation: numbers, shapes, memory, robustness and refusals."""
 
 import copy
 
@@ -90,7 +90,7 @@ def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp
 
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
 def test_what_shares_a_scale_with_larger_values(scaling):
-    """2**-20 beside 1 is cast to zero by one scale. Tokens share one only per tensor; rows of a weight per tensor and
+    """One scale casts 2**-20 next to 1 to zero. Tokens share a scale only per tensor; rows of a weight per tensor and
     per square; each product has scales along its own contraction."""
     layer = fp8_linear(nn.Linear(256, 2, bias=False), scaling)
     small = torch.tensor([1.0, 2.0**-20])
@@ -180,7 +180,7 @@ def test_layers_with_the_same_input_share_one_copy(scaling):
 
 
 def test_a_changed_input_is_quantized_anew():
-    """Shared only among readers of equal values: not after an in-place change, and never for a leaf."""
+    """Share codes only among readers of equal values: not after an in-place change, and never for a leaf."""
     compute, recipe = NativeCompute(), resolve("native")
     shared = compute.new_shared(None, recipe)
     first, second = (compute.build(nn.Linear(16, 16, bias=False), recipe, shared).train() for _ in range(2))
@@ -231,7 +231,7 @@ def test_non_finite_values_show_and_do_not_poison_the_next_step(scaling, where, 
         assert torch.isfinite(ours).all() and torch.allclose(ours, expected, rtol=0.2, atol=0.3)
 
 
-# what the recipe may ask
+# allowed by the recipe
 
 
 def test_margin_leaves_headroom():
@@ -344,7 +344,7 @@ def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, token
         y.sum().backward()
     assert len(gpu.products) == 3
     # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with the bias, may fall
-    # to the other side where the order of summation differs
+    # to the other side if the order of summation differs
     assert (y - here).abs().max() <= 2 * 2**-7 * here.abs().max()
 
 

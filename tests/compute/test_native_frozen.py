@@ -1,4 +1,4 @@
-"""`fp8_params` of the native compute: weights that do not train, frozen as E4M3 codes in the model's own Parameters."""
+"""Freeze weights as E4M3 codes in the model's own Parameters: `fp8_params` of the native compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_frozen(weight: torch.Tensor) -> bool:
 
 
 class Adapted(nn.Module):
-    """A frozen base behind a layer that trains."""
+    """Put a trainable layer in front of a frozen base."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def rounded() -> Adapted:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_products_are_those_of_the_rounded_values(scaling):
-    """Losses are near those of plain weights with the same values; these are cast by other scales, so some codes differ
-    by half a step of E4M3 (1/16 at most)."""
+    """Losses are close to plain weights with the same values: other scales cast these, so some codes differ by half a
+    step of E4M3 (1/16 at most)."""
     model, optimizer = prepared(scaling=scaling, fp8_params=True)
     assert all(map(is_frozen, weights(model)))
     found = losses(model, optimizer)
@@ -90,10 +90,10 @@ def test_parameters_stay_and_weigh_one_byte():
     assert audit.bytes_per_element["weight"] == 1 + 4 / 2048  # codes, and a scale in FP32
     assert audit.dtypes["weight"] == "float8_e4m3fn"
     own = 2 * (2048 + 4) + 4 * (1024 + 32 + 64 + 32)
-    # no copy from forward to backward beside it
+    # and no copy from forward to backward
     assert audit.bytes_per_parameter["weight"] == pytest.approx(own / sum(p.numel() for p in model.parameters()))
     frozen = values["base.0.weight"]
-    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # of E4M3, and of its smallest numbers
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # steps of E4M3, and of its smallest numbers
     assert ((model.base[0].weight.dequantize() - frozen).abs() <= half_a_step).all()
     assert "w:e4m3 stored" in repr(model)
 
@@ -149,7 +149,7 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
     with pytest.raises(FP8BackendError, match="base.0 is that of embedding.*exclude"):
         prepared(tied, fp8_params=True, include=["base.0"], exclude=["adapter"])
     held, graphs = Adapted(), []
-    graphs.append((held(BATCHES[0])).sum())  # a graph that saved the weights
+    graphs.append((held(BATCHES[0])).sum())  # a graph with saved weights
     with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be swapped"):
         prepared(held, fp8_params=True)
     assert type(held.base[0].weight) is nn.Parameter
@@ -185,7 +185,7 @@ def test_moves_and_casts_leave_it_in_fp8():
 
 
 def test_sharded_weights_are_refused(tmp_path):
-    """Before or after they were frozen."""
+    """Shard before and after freezing."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

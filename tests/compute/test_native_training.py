@@ -21,7 +21,7 @@ STORAGES = {"plain": None, **STORED}
 
 
 class Block(nn.Module):
-    """Two layers with the same input, and one after them; optionally checkpointed."""
+    """Feed two layers the same input, and one layer their output; optionally checkpointed."""
 
     def __init__(self, use_reentrant=None):
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Gate(Block):
-    """Only the two layers with the same input, since tracing takes time for each layer."""
+    """Keep only the two layers with the same input, since tracing takes time for each layer."""
 
     def __init__(self, use_reentrant=None):
         super().__init__(use_reentrant)
@@ -100,7 +100,7 @@ def assert_same_states(states, others):
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reentrant):
-    """To the bit; recomputation is counted apart. The window rule runs into its delayed scales."""
+    """Match bitwise; count recomputation separately. The window rule reaches its delayed scales."""
     steps = WINDOW + 2 if scaling == "window" else 5
     numbers, counts, states, _ = trained(made(scaling, stored), steps=steps)
     again, again_counts, again_states, _ = trained(made(scaling, stored, use_reentrant), steps=steps)
@@ -119,8 +119,8 @@ def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reen
     ],
 )
 def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
-    """To the bit, without a graph break, and into the window rule's delayed scales. Compiled code counts each forward
-    once, recomputed or not."""
+    """Match bitwise, without a graph break, and into the window rule's delayed scales. Compiled code counts each
+    forward once, recomputed or not."""
     steps = WINDOW + 2 if scaling == "window" else 5
     numbers, counts, states, _ = trained(made(scaling, stored, kind=Gate), steps=steps)
     compiled = trained(made(scaling, stored, use_reentrant, kind=Gate), "aot_eager", steps)
@@ -188,7 +188,7 @@ def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocas
     + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
 )
 def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
-    """For sizes that no block fits. Losses equal those of one power of two for a tensor to 2 %."""
+    """Use sizes not divisible by a block. Losses equal those with one power of two per tensor to 2 %."""
     losses = {}
     for each in (backend, "msamp" + backend[-3:]):
         torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [nightly("native:dynamic"), "msamp:O2"])
 def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
-    """`dynamic=True` makes variables of numbers in objects too, and a backward cannot lift them."""
+    """`dynamic=True` turns numbers in objects into variables, too, and a backward cannot lift them."""
 
     def train(compiled):
         torch.manual_seed(0)

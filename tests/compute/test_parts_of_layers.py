@@ -1,4 +1,5 @@
-"""The products of tensor-parallel layers, without ranks: what a GPU takes. `tests/distributed` has their numbers."""
+"""Check the products of tensor-parallel layers against a GPU's rules, without ranks. `tests/distributed` has their
+numbers."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fp8_backends.recipes import handlers as recipes
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Two GPUs with collectives that return their input."""
+    """Stand for two GPUs, with collectives that return their input."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cuda", (2,))
     dist.destroy_process_group()

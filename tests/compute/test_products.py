@@ -1,4 +1,4 @@
-"""The one function behind every FP8 product: numbers, layouts, and what a GPU would accept."""
+"""Test the one function behind every FP8 product: numbers, layouts, and a GPU's rules."""
 
 import pytest
 import reference
@@ -53,7 +53,7 @@ def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_
     a, b = operands(64, 32, 96, rowwise, a_format)
     x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
     out = scaled_product(a, b, torch.bfloat16)
-    half_unit = 2.0**-8  # of bf16's eight significant bits, relative
+    half_unit = 2.0**-8  # relative, of bf16's eight significant bits
     summation = 96 * 2.0**-23 * (x.abs() @ w.abs().t())
     exact = x @ w.t()
     bound = ROUNDINGS_TO_BF16[engine] * half_unit * 1.01 * exact.abs() + summation
@@ -103,7 +103,7 @@ def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
-    """To half a unit of the dtype."""
+    """Match to half a unit of the dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
     exact = a.double() @ b.double().t()

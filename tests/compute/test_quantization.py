@@ -1,4 +1,4 @@
-"""The front of quantization on a CPU: parts that stay in cache, views for transposes, and the reference's numbers."""
+"""Test quantization on a CPU: parts fit in cache, transposes are views, and numbers match the reference."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -60,7 +60,7 @@ def layouts(x):
 
 
 def same(ours, expected):
-    """To the bit; NaN is NaN, whose sign torch's own casts take or leave by the place in a vector register."""
+    """Compare bitwise, with every NaN equal: torch's casts keep or drop its sign by position in a vector register."""
     assert ours.dtype == expected.dtype and ours.shape == expected.shape
     if not expected.is_floating_point():
         return torch.equal(ours, expected)
@@ -212,7 +212,7 @@ def test_a_transpose_is_a_view_where_nothing_has_nan():
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
-    """In one piece: parts would be as many nodes of a graph."""
+    """Cast in one piece: each part would add a node to a graph."""
     for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
     with FakeTensorMode():
@@ -262,7 +262,7 @@ def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])
 def test_products_in_several_threads_share_no_memory(most, values_dtype, out_dtype, monkeypatch):
-    """Nor do operands of different sizes."""
+    """Include operands of different sizes."""
     monkeypatch.setattr(cpu_casts, "MOST_SCRATCH", most)
     matrices = [matrix(40 + i, 64, torch.bfloat16).to(torch.float8_e4m3fn) for i in range(8)]
     factors = torch.tensor(0.3), torch.tensor(1.7)

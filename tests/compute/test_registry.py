@@ -231,7 +231,7 @@ def test_entry_point_that_does_not_load_spoils_only_itself(monkeypatch):
 
 @pytest.mark.slow
 def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path, monkeypatch):
-    """It is imported at its first use, and trains through `prepare`."""
+    """Import at first use, and train through `prepare`."""
     info = tmp_path / "tiny_fp8-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-fp8\nVersion: 1.0\n")

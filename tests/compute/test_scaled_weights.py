@@ -1,5 +1,5 @@
-"""FP8 layers whose weight is a ScaledTensor: FP16 (levels O1, O2) is cast from its exact values, E4M3 (O3) is used as
-it is. Everything that a layer with a plain weight does, it does."""
+"""Test FP8 layers with a ScaledTensor weight: FP16 (levels O1, O2) is cast from its exact values, E4M3 (O3) is used
+directly. Such a layer does everything a layer with a plain weight does."""
 
 import contextlib
 import copy
@@ -100,7 +100,7 @@ def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, ex
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
-    """To the bit as a plain FP32 weight: bf16 weights lose nothing before the cast."""
+    """Match a plain FP32 weight bitwise: bf16 weights lose nothing before the cast."""
     scaled, plain = pair(scaling, torch.float16, dtype=dtype)
     for seed in range(2):
         x = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -167,7 +167,7 @@ def test_of_codes_with_a_residual_products_read_the_codes_alone(scaling):
     assert same(run(alone, x, dy), run(both, x, dy))
     assert torch.equal(alone.eval()(x), nn.functional.linear(x, alone[0].weight.dequantize(), alone[0].bias))
     assert torch.equal(both.eval()(x), nn.functional.linear(x, exact, both[0].bias))
-    # what the monitor says of both
+    # the monitor's statistics of both
     alone.train(), both.train()
     assert COMPUTE.cast_of(alone[0], WEIGHT, alone[0].weight) is None
     (numbers,) = read([statistics_of(COMPUTE.cast_of(both[0], WEIGHT, weight))])
@@ -248,7 +248,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    x = torch.randn(4, 64, requires_grad=True)  # next to nothing beside the weight
+    x = torch.randn(4, 64, requires_grad=True)  # negligible next to the weight
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(autocast_dtype):
         y = scaled(x)
     transient = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= weight.numel())
@@ -261,7 +261,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling,stored", [("window", "E4M3"), nightly("delayed", "FP16")])
 def test_inductor_makes_the_same_codes(scaling, stored):
-    """To the bit for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
+    """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
     results.)"""
     torch._dynamo.reset()
     scaled, _ = pair(scaling, STORED[stored])

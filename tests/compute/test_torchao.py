@@ -1,4 +1,4 @@
-"""The `ao` compute against hand-written TorchAO, and where TorchAO alone fails."""
+"""Compare the `ao` compute with hand-written TorchAO, and cover the cases in which plain TorchAO fails."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def raw_torchao(model, scaling, cast_inputs=False):
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_losses_equal_a_raw_torchao_loop_bit_for_bit(scaling, precision, tokens):
     autocast, dtype = precision == "fp32 autocast", BF16 if precision == "bf16" else torch.float32
-    # raw TorchAO crashes there; casting the input is what it does by itself under CUDA's autocast
+    # raw TorchAO crashes there; under CUDA's autocast it casts the input itself
     mended = scaling == "rowwise_with_gw_hp" and autocast
     raw = raw_torchao(block(dtype), scaling, cast_inputs=mended)
     expected = losses(raw, adamw(raw), autocast, tokens=tokens)
@@ -240,7 +240,7 @@ def test_an_emulating_config_trains_and_says_so():
 
 @pytest.mark.nightly
 def test_loading_torchao_prints_nothing():
-    """Also where transformers imports it; and nothing else is dropped."""
+    """Include the import by transformers; drop no other output."""
     script = (
         "import fp8_backends, logging\n"
         "from transformers import Trainer\n"

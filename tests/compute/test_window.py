@@ -100,7 +100,7 @@ def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, b
 
 @pytest.mark.slow
 def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
-    """A layer that does not run, an expert without tokens, a gradient of zeros."""
+    """Try an idle layer, an expert without tokens, and a gradient of zeros."""
     model = one_layer()
     for _ in range(40):
         COMPUTE.after_optimizer_step(model)

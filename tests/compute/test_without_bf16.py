@@ -1,6 +1,6 @@
-"""CPUs without bf16 products: the engine that is taken there, and that no product meets PyTorch's loops.
+"""Test CPUs without bf16 products: the chosen engine, and no product in PyTorch's slow loops.
 
-What asks for a CPU as it is runs in a process of its own, with the switches of `tests/without_bf16`.
+Tests of a whole CPU run in a separate process, with the switches of `tests/without_bf16`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKENDS = [
 
 
 class ProductDtypes(TorchDispatchMode):
-    """Dtypes of the operands of all plain products."""
+    """Record the dtypes of the operands of all plain products."""
 
     def __enter__(self):
         self.seen = set()
@@ -60,7 +60,7 @@ def test_products_of_fp8_layers_are_in_fp32_whatever_surrounds_them(backend, aut
 
 
 def fresh_process(*arguments):
-    """Run Python on such a CPU, and return its output."""
+    """Run Python on a CPU without bf16 products, and return its output."""
     path = os.pathsep.join([str(TESTS / "without_bf16"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, env=environment)
@@ -116,7 +116,7 @@ def test_engines_and_what_surrounds_them_hold_on_such_a_cpu(tmp_path):
     """Time all forms of a product, and run both products' tests on the other kind of CPU, in one process."""
     files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
     tests = [str(TESTS / file) for file in files]
-    # what is compiled here is traced for a GPU, whatever the CPU
+    # compiled code here is traced for a GPU, on any CPU
     options = ("-q", "-x", "-p", "no:cacheprovider", "--no-header", "-k", "not compile")
     out = fresh_process("-c", NO_FORM_MEETS_PYTORCHS_LOOPS, *tests, *options)
     assert out.startswith("all forms\n") and " passed" in out

@@ -56,7 +56,7 @@ class Mirrored(nn.Module):
 
 
 class Around(nn.Module):
-    """A module left alone by conversion, inside a function of (module, input)."""
+    """Wrap a module skipped by conversion in a function of (module, input)."""
 
     def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class RandomModel(nn.Module):
             x = block(x)
         return self.head(x.to(self.head.weight.dtype)).float()
 
-    # what is drawn
+    # the drawn choices
 
     def _often(self, chance: float) -> bool:
         return self.draw.random() < chance

@@ -1,4 +1,4 @@
-"""transformers' Conv1D, of which GPT-2 is made, in FP8: what a Linear with the transposed weight does, to the bit."""
+"""Compare transformers' Conv1D, the layer of GPT-2, in FP8 with a Linear on the transposed weight, bitwise."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def head_alone_is_left(model: nn.Module, optimizer) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"])
 def test_gpt2_trains_as_with_linear_layers_and_loads_into_stock_transformers(spec, tmp_path):
-    """The same losses to the bit, rounded to nearest where a level stores."""
+    """Match losses bitwise, with rounding to nearest at levels."""
     fields = {"rounding": "nearest"} if spec in LEVELS else {}
     model, optimizer = prepared(gpt2(), spec, **fields)
     losses = train(model, optimizer, "gpt2", steps=5)

@@ -160,7 +160,7 @@ def count_call(module, args):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_restore_undoes_exactly(backend):
-    """To the attribute, and to the bit in training: as if the model had never been prepared."""
+    """Match an unprepared model in every attribute, and bitwise in training."""
     model, untouched = restorable(), restorable()
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     buffers = [name for name, _ in model.named_buffers()]
@@ -241,7 +241,7 @@ def test_a_part_prepared_alone_belongs_to_the_model_prepared_later(backend):
 
 
 def test_a_part_prepared_alone_gives_the_same_delayed_scales_as_the_whole():
-    """Its own root and the model's both start a forward; the scales must not move twice."""
+    """Both its own root and the model's start a forward; the scales must not move twice."""
     whole = nn.Sequential(mlp(32, 32, 32), nn.Linear(32, 16))
     in_parts = copy.deepcopy(whole)
     convert(whole, "native:delayed", amax_history_len=4)
@@ -345,7 +345,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conversion_copies_no_weights(backend):
-    """Allocate nothing of a weight's size: carriers hold the model's own weights, or meta tensors."""
+    """Allocate no memory of a weight's size: carriers hold the model's own weights, or meta tensors."""
     model = mlp(*[256] * 9)
     pointers = [p.data_ptr() for p in model.parameters()]
     fields = {"amax_history_len": 16} if backend == "native:delayed" else {}

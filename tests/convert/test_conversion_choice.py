@@ -112,7 +112,7 @@ def test_a_pattern_without_a_match_is_an_error_with_close_names(field, added):
     assert train(model) == train(plain), "a refused conversion leaves the model as it was"
 
 
-# what cannot be converted
+# unconvertible layers
 
 
 class OwnLinear(nn.Linear):
@@ -120,7 +120,7 @@ class OwnLinear(nn.Linear):
 
 
 def double():
-    """An FP64 layer, out of reach of autocast."""
+    """Return an FP64 layer, out of reach of autocast."""
     linear = nn.Linear(32, 32, dtype=torch.float64)
     linear.register_forward_pre_hook(lambda module, args: (args[0].double(),))
     return linear

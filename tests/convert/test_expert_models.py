@@ -153,7 +153,7 @@ def test_evaluation_is_in_high_precision_by_the_function_that_the_model_names():
             each.set_experts_implementation(implementation)
         with torch.no_grad():
             assert torch.equal(loss_of(model.eval(), batch()), loss_of(plain.eval(), batch()))
-    loss_of(model.train(), batch()).backward()  # in FP8, whatever the model was told
+    loss_of(model.train(), batch()).backward()  # in FP8, for any setting of the model
     assert all(fp8_backends.audit(model).products[name]["wgrad"] == 1 for name in names("mixtral"))
 
 
@@ -222,7 +222,7 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.slow), "O4"])
 def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
-    """After accumulation, saving, loading, moves, copies, plain weights and restoring."""
+    """Accumulate, save, load, move, copy, read plain weights and restore before the comparison."""
 
     def trained(model, optimizer, steps):
         losses = []
@@ -249,7 +249,7 @@ def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
     other.load_state_dict(saved)
     resumed.load_state_dict(states)
     compute.load_scaling_state(other, compute.scaling_state(model))
-    other.to(torch.float32)  # swaps what is stored; hooks stay
+    other.to(torch.float32)  # swaps the storage; hooks stay
     with fp8_backends.checkpoints.plain_weights(other):
         assert all(type(p) is nn.Parameter for _, p in stored_experts(other))
     copied = copy.deepcopy(other)
@@ -293,7 +293,7 @@ def test_what_cannot_take_experts_says_so():
     assert set(found) == set(PARTS)
     assert all("ao has no products for them (native and te have)" in each for each in found.values())
     of_te = conversion.expected(build("mixtral"), recipes.resolve("te"), get_compute("te"))
-    assert set(names("mixtral")) <= set(of_te.converted)  # told without TransformerEngine
+    assert set(names("mixtral")) <= set(of_te.converted)  # known without TransformerEngine
 
 
 def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
@@ -320,7 +320,7 @@ def test_lora_on_experts_is_left_alone():
 
 
 class Loose(nn.Module):
-    """Experts that multiply by themselves."""
+    """Multiply without the experts interface."""
 
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ def test_it_trains_as_the_ordinary_head_does(tied, fields, backend, capfd):
         losses.append([loss for loss, _ in results])
         proofs.append((capfd.readouterr().err, fp8_backends.audit(model).flops_share))
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][-1] < losses[0][0] - 0.2
-    assert proofs[0] == proofs[1]  # the head counts as ever
+    assert proofs[0] == proofs[1]  # the head still counts
     assert ("15/15 Linear, 100 %" in proofs[0][0]) == bool(fields)
 
 

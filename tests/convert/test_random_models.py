@@ -33,18 +33,18 @@ GROUPS = 6
 
 SPECS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3")
 FP8_IN_EVALUATION = ("ao:tensorwise",)
-"""TorchAO's layers know no evaluation. All others read exact weights there, at O3 those of the masters."""
+"""TorchAO's layers ignore evaluation. All others read exact weights there, at O3 the masters' values."""
 FAR = 0.25
-"""An E4M3 operand is off by at most 2**-4 of itself. Over the few layers of these models, whose errors partly cancel,
-outputs are off by up to 0.19 of their norm (measured, 1,000 models)."""
+"""An E4M3 operand is off by at most 2**-4 of itself. Over the few layers of these models, with partly cancelling
+errors, outputs are off by up to 0.19 of their norm (measured, 1,000 models)."""
 OTHER_ORDER = 0.01
-"""A product of a transposed weight sums in another order than that of its contiguous copy: an ulp of bf16 or less."""
+"""A product of a transposed weight sums in another order than with its contiguous copy: an ulp of bf16 or less."""
 OTHER_UPDATE = 1.0
 """The update of the whole model against its plain twin's, as the norm of the difference: 0 for the same one, 1 for
 none, 1.4 for another one of the same size. Two steps of FP8 training are off by 0.07, the median of 1,000 models, and
 by up to 0.82 (measured)."""
 SMALL = 1e-3
-"""Of the updates of two steps of 0.02 each: gradients of FP16 that underflow may be zero in one of two models."""
+"""Share of the updates of two steps of 0.02 each: gradients of FP16 that underflow may be zero in one of two models."""
 
 
 def refused_by_pytorch(error: Exception) -> bool:
@@ -83,7 +83,7 @@ class Trained:
 
 
 def adamw(model):
-    # eps: a state of FP16 that is zero would divide by zero
+    # eps: an FP16 state of zero would divide by zero
     return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
 
 
@@ -108,13 +108,13 @@ def difference(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
-# What can be wrong
+# Possible faults
 
 
 def faults_of_training(trained: Trained) -> Iterator[str]:
     """Compare updates with plain PyTorch; frozen parameters stay."""
     if trained.pytorch_error is not None:
-        return  # the weight is not expanded any more where it is stored, and trains
+        return  # the stored weight is not expanded any more, and trains
     ours, theirs = [], []
     start, twin = dict(trained.start.named_parameters()), dict(trained.twin.named_parameters())
     for name, parameter in trained.model.named_parameters():
@@ -220,7 +220,7 @@ def outcome(seed: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of models without a layer for FP8, which train as they are
+@pytest.mark.filterwarnings("ignore")  # models without an FP8 layer, which train unchanged
 @pytest.mark.parametrize("group", nightly_but(range(GROUPS // 2), range(GROUPS)))
 def test_random_models_train_and_save_and_restore_as_in_plain_pytorch(group):
     outcomes = {seed: outcome(seed) for seed in range(FIRST + group, LAST, GROUPS)}

@@ -130,7 +130,7 @@ def test_another_product_is_left_alone_and_named(wrapped):
 
 def test_the_experts_behind_expert_parallelism_are_their_own():
     class Own(EPImplementation):
-        def __init__(self, experts, ep_mesh, tp_mesh):  # without the groups of ranks that the original asks for
+        def __init__(self, experts, ep_mesh, tp_mesh):  # without the groups of ranks required by the original
             self.experts_forward = experts.forward
 
         def __call__(self, *args):
@@ -143,7 +143,7 @@ def test_the_experts_behind_expert_parallelism_are_their_own():
     assert forward_obstacle(layer) is None
 
 
-# Weights that are offloaded: on the meta device between forwards
+# Offloaded weights: on the meta device between forwards
 
 
 def offloaded(model, kind, folder):

@@ -34,7 +34,7 @@ IDS = torch.randint(128, (2, LENGTH), generator=torch.Generator().manual_seed(0)
 
 
 def prepared(family: str = "llama", value: str = "fp8", backend: str = "native:dynamic", config=(), **fields):
-    """A tiny model in training mode, whose activations are large enough to be packed."""
+    """Return a tiny model in training mode, with activations large enough to pack."""
     model = model_families.build(family, **{**SIZES[family], **dict(config)})
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, **fields)
     fp8_backends.prepare(model, None, recipe)
@@ -85,7 +85,7 @@ def rows(seed: int = 0) -> torch.Tensor:
 
 
 class Computes(nn.Module):
-    """A part of a model that computes a test's function."""
+    """Compute a test's function as part of a model."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def computes(function) -> nn.Sequential:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 def test_the_gradient_of_each_layer_is_within_a_sixteenth_of_the_exact_one(family, value):
-    """All but the last layer run in FP32, so that nothing but what was packed changes them."""
+    """Run all but the last layer in FP32, so only packing changes gradients."""
     head = {"bert": "cls.predictions.transform.dense"}.get(family, "lm_head")
     exact, packed = (gradients(prepared(family, each, include=[head])) for each in ("off", value))
     for layer in ("0.", "1."):
@@ -126,7 +126,7 @@ def test_a_dropout_mask_in_the_dtype_of_the_values_is_left_alone():
     assert saved_bytes(model).tensors == 0 and torch.equal(*found)
 
 
-# which tensors
+# selected tensors
 
 
 def long_llama(value: str, backend: str | None):
@@ -142,11 +142,11 @@ def long_llama(value: str, backend: str | None):
 
 
 def kept_bytes(value: str = "off", backend: str | None = None) -> int:
-    """Bytes that lie between forward and backward under bf16 autocast, as the allocator counts them. Left out are the
+    """Return the bytes alive between forward and backward under bf16 autocast, as counted by the allocator, without
     copies of weights: autocast's in bf16, or their codes."""
     model, ids = long_llama(value, backend)
     with torch.autocast("cpu", torch.bfloat16):
-        model(ids)  # what a first forward loads stays
+        model(ids)  # objects loaded by a first forward stay
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         with torch.autocast("cpu", torch.bfloat16):
             output = model(ids).last_hidden_state
@@ -170,7 +170,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
     model(rows() * 1)
-    # the input, of which the square and the product are made, and the normed values
+    # the input of the square and the product, and the normed values
     assert saved_bytes(model).tensors == 2
     assert saved_bytes(model).plain_bytes == 2 * 128 * WIDTH * 4
     assert saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
@@ -178,7 +178,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
 def test_the_result_of_an_activation_is_computed_from_the_codes_of_what_it_read(activation):
-    """It takes no memory, and backward multiplies by the function of what the codes stand for."""
+    """The result takes no memory: backward recomputes the function from the decoded input."""
 
     class Gates(nn.Module):
         def __init__(self) -> None:
@@ -253,11 +253,11 @@ def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(famil
     assert any(name.startswith("ScaledDotProduct") for name in packed) == (value == "fp8+attention")
 
 
-# what it goes together with
+# compatible settings
 
 
 def test_a_graph_that_nobody_runs_backward_through_is_freed():
-    """A result that is kept as it is knows its node, which holds what is kept."""
+    """A kept result references its node, and the node its saved tensors."""
     results = []
 
     def notes(x: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
     for model in (off, on):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     gradients(on)
-    assert saved_bytes(on).tensors == 2  # of the last norm, which is not recomputed
+    assert saved_bytes(on).tensors == 2  # of the last norm, never recomputed
     for model in (off, on):
         model.model.norm = nn.Identity()
     assert equal(gradients(off), gradients(on)) and saved_bytes(on).tensors == 0
@@ -287,7 +287,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
     "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
 )
 def test_compiled_code_is_left_alone(what, backend, tensors):
-    """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""
+    """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among equal blocks."""
     found, graphs = {}, {}
     for value in ("off", "fp8"):
         torch._dynamo.reset()
@@ -492,7 +492,7 @@ def test_an_audit_says_what_was_kept():
     assert fp8_backends.audit(model).saved_activations == {"tensors": 0, "bytes": 0, "plain_bytes": 0}
     gradients(model)
     audit = fp8_backends.audit(model)
-    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4  # anew, in backward
+    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4  # again, in backward
     packed_bytes = audit.saved_activations["plain_bytes"] - computed
     assert packed_bytes * 33 == audit.saved_activations["bytes"] * 32 * 4  # all were FP32
     assert "activations kept in FP8: 16 tensors, 152.1 kB in place of 720.9 kB" in str(audit)

@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 class Computes(nn.Module):
-    """A module whose forward is the function of a test."""
+    """Run a test's function as the forward of a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_an_activation_changed_in_place_is_never_computed_again_from_its_input(a
 
 
 def test_a_forward_hook_that_ablates_neurons_is_seen():
-    """The activation is a module of its own, and the hook writes into its result."""
+    """Write into the result of a separate activation module from a hook."""
 
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_an_input_changed_in_place_after_its_use_raises_as_in_pytorch(changes):
 
 
 class MultiQuery(nn.Module):
-    """Multi-query attention, whose head size is one of the model's sizes, with logits large enough to be sensitive."""
+    """Attend with one key head; the head size equals another size of the model, and large logits are sensitive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,10 +204,10 @@ def graph_of(result: torch.Tensor) -> set[str]:
 
 @pytest.mark.slow
 def test_every_operation_of_the_derivative_table_that_is_not_listed_is_exact_to_the_bit():
-    """Each operation with a derivative is called in several ways. A new one is left alone, too."""
+    """Call each differentiable operation in several ways. New operations are not packed, either."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})
     model, found = prepared(), {}
-    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]  # where logarithms and inverse sines are defined
+    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]  # for defined logarithms and inverse sines
     for name, place in itertools.product(names, PLACES):
         operation = getattr(place, name, None)
         if operation is None or name in RANDOM or name.endswith("_"):
@@ -286,7 +286,7 @@ BOUNDS = {
     "NativeLayerNormBackward0": (layer_norm, normed),
 }
 ON_A_GPU = {"FusedRmsNormBackward0"}
-"""Nodes that PyTorch makes on a GPU only."""
+"""Nodes made by PyTorch only on a GPU."""
 
 
 def test_every_listed_node_has_a_test_of_its_bound():
@@ -329,7 +329,7 @@ class Cell(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """One gate for each token, in the module's own operations or by a module that reads its own result."""
+    """Apply one gate per token, in the module's own operations or by a module reading its own result."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GPT-2, whose layers are transformers' Conv1D, on two ranks. See `ranks`."""
+"""Check GPT-2 with transformers' Conv1D layers on two ranks. See `ranks`."""
 
 from __future__ import annotations
 

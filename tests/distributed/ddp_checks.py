@@ -41,7 +41,7 @@ BACKENDS = {
     "delayed": {"backend": "native:delayed", "amax_history_len": 16},
     "dynamic fp8": {"backend": "native:dynamic", "gradient_comm": "fp8"},
 }
-"""Each way in which gradients travel: O2's go as O3's, TorchAO's as those of `dynamic`; `matrix.py` trains both."""
+"""Each way of reducing gradients: O2 is like O3, and TorchAO like `dynamic`; `matrix.py` trains both."""
 
 
 def scenario(passes, model=None, spec="msamp:O2", steps: int = 2, set_to_none: bool = True, **options):
@@ -114,7 +114,7 @@ def check_microbatches_are_summed_in_fp32_and_travel_once():
 
 
 def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
-    """`sync_each_batch` of Accelerate: what was averaged before is averaged again, which changes nothing."""
+    """Test `sync_each_batch` of Accelerate: averaging averaged gradients again changes nothing."""
 
     def passes(model, index):
         for k in range(3):
@@ -124,14 +124,14 @@ def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
     twin = twin_of(ddp)
     passes(ddp, 0)
     passes(twin, 0)
-    # the sums of 1, 2 and 3 microbatches are rounded, where one sum is otherwise
+    # the sums of 1, 2 and 3 microbatches are rounded, instead of one sum
     assert_mean_gradients(ddp, twin, bound=0.037 * 3**0.5)
     optimizer.step()
     assert_equal_on_all_ranks(ddp, optimizer)
 
 
 class Branches(nn.Module):
-    """`everywhere` and `once` are used by all, `somewhere` by rank 0, `nowhere` by none; `frozen` does not train."""
+    """Use `everywhere` and `once` on all ranks, `somewhere` on rank 0, `nowhere` on none; `frozen` does not train."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ def check_outputs_in_containers_of_all_kinds():
 
 
 def check_a_loss_that_no_output_of_forward_carries():
-    """The model keeps it: the first gradient tells that the backward pass has begun."""
+    """Keep the loss in the model: the first gradient signals the start of backward."""
 
     class Keeps(nn.Module):
         def __init__(self):
@@ -316,7 +316,7 @@ def check_a_second_gradient_after_the_first_has_left_is_named():
 
 
 def check_a_backward_that_fails_leaves_no_trace():
-    """Before the first gradient, so that stock DDP goes on too; later it takes no further forward."""
+    """Fail before the first gradient, so stock DDP continues, too; after a later failure it accepts no forward."""
     ddp, optimizer = wrapped("msamp:O2", mlp())
     other, its_optimizer = wrapped("msamp:O2", mlp())
 
@@ -339,8 +339,7 @@ def check_a_backward_that_fails_leaves_no_trace():
 
 
 def check_forwards_without_a_step_leave_the_gradients_alone():
-    """The proof of `ao` profiles inside DDP's own range: profilers that follow one another there would overwrite
-    activations."""
+    """Profile the proof of `ao` inside DDP's own range: consecutive profilers there would overwrite activations."""
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128))))
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, "ao:tensorwise")
@@ -368,7 +367,7 @@ def check_compiled_ddp():
     twin.zero_grad()
     mse(compiled, mine(7)).backward()
     mse(twin, mine(7)).backward()
-    # eager products round bf16 intermediates where compiled ones do not
+    # eager products round bf16 intermediates, compiled ones do not
     assert_mean_gradients(ddp, twin, bound=0.05)
 
 
@@ -408,8 +407,8 @@ def check_a_clip_finds_the_same_norm_on_every_rank():
 
 
 def check_uneven_inputs():
-    """Rank r has 2 + 2r batches. A rank that has none left contributes zeros, and ends with what the last one has:
-    weights, states and scales, so that an epoch with even inputs can follow."""
+    """Rank r has 2 + 2r batches. An exhausted rank contributes zeros and ends with the last rank's weights, states and
+    scales, so an epoch with even inputs can follow."""
     unsharded = {"backend": "msamp:O3", "shard_states": False}
     stock_optimizer = {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}
     for spec in ("msamp:O2", unsharded, stock_optimizer):
@@ -419,7 +418,7 @@ def check_uneven_inputs():
                 with no_sync(ddp):
                     mse(ddp, mine(100 + index)).backward()
                 step(ddp, optimizer, index, everyone=False)
-        if spec is stock_optimizer:  # whose states are stock's business
+        if spec is stock_optimizer:  # with states left to stock
             assert_equal_on_all_ranks(ddp)
             continue
         assert_equal_on_all_ranks(ddp, optimizer)

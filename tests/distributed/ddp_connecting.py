@@ -245,7 +245,7 @@ def check_buckets_leave_while_backward_runs():
     figures = {}
     for name, spec in (("reducer", "msamp:O2"), ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"})):
         ddp, optimizer = wrapped(spec, mlp(bias=name == "reducer"))
-        for index in range(2):  # DDP makes its buckets anew after the first pass
+        for index in range(2):  # DDP rebuilds its buckets after the first pass
             departed = []
             with Traffic() as traffic:
 

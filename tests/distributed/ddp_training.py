@@ -17,7 +17,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 WIDTH = 64
 LARGEST_ERROR = 0.04
-"""Relative L2 error of a mean that travelled in FP8: two roundings to E4M3, 0.026 each, are 0.037."""
+"""Relative L2 error of a mean sent in FP8: two roundings to E4M3, 0.026 each, are 0.037."""
 
 
 def mlp(width: int = WIDTH, bias: bool = True) -> nn.Sequential:
@@ -35,7 +35,7 @@ def wrapped(spec, model: nn.Module, lr: float = 5e-3, bucket_mb: float = 0.01, *
 
 
 class Alone:
-    """Gradient hook of a model trained by each rank alone with all data."""
+    """Hook gradients of a model trained by each rank alone on all data."""
 
     reduces = True
 
@@ -74,7 +74,7 @@ def mine(seed: int, rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(ddp, optimizer, seed: int, everyone: bool = True) -> float:
-    """One step on this rank's share; the mean loss over ranks, if they all make it."""
+    """Take one step on this rank's share; return the mean loss over ranks if all of them step."""
     loss = mse(ddp, mine(seed))
     loss.backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def scaled(model: nn.Module) -> dict[str, ScaledTensor]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
 
 
-# What must be equal on all ranks
+# Equality on all ranks
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -155,7 +155,7 @@ def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGES
 
 
 class Traffic:
-    """As a context: count calls of the collectives of `torch.distributed` in Python, and their bytes."""
+    """Count calls of the Python collectives of `torch.distributed`, and their bytes, in a context."""
 
     NAMES = (
         *("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"),
@@ -185,15 +185,15 @@ class Traffic:
         return call
 
     def count(self, kind: str) -> int:
-        """Calls of the collectives whose names begin with `kind`."""
+        """Return the number of collectives with names beginning with `kind`."""
         return sum(called.startswith(kind) for called, _ in self.calls)
 
     def bytes(self, kind: str) -> int:
-        """Bytes that this rank handed to them."""
+        """Return the bytes passed to them by this rank."""
         return sum(size for called, size in self.calls if called.startswith(kind))
 
     def sent(self) -> float:
-        """Bytes that this rank sends to others."""
+        """Return the bytes sent by this rank to others."""
         size = dist.get_world_size()
         shares = {"all_to_all_single": (size - 1) / size, "all_reduce": 2 * (size - 1) / size}
         return sum(shares.get(name, size - 1) * numel for name, numel in self.calls)

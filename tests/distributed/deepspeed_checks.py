@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-1, 2 and 3 through a stock Accelerator: what trains in FP8 there, and what is refused."""
+"""Train under DeepSpeed ZeRO-1, 2 and 3 through a stock Accelerator, and refuse unsupported settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from fp8_backends.errors import RecipeError
 
 
 def check_an_fp32_engine_repeats_the_run_of_one_rank():
-    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every number repeats."""
+    """Both ranks see the same batches, so the mean gradient equals each rank's, and every number repeats."""
     data, worst = batches(4), 0.0
     for backend in COMPUTES:
         expected = train_alone(backend, data)
@@ -60,9 +60,9 @@ def check_an_fp32_engine_repeats_the_run_of_one_rank():
 
 
 def check_a_bf16_engine_stays_as_near_to_one_rank_as_fp8_does_to_bf16():
-    """Each rank has half of every batch, so scales are those of halves, and the engine's weights are bf16 where
-    autocast's are FP32. Bound: what the engine does to a bf16 run, and what FP8 does to the one-rank run, twice, since
-    it may move the engine's run as far, and in another direction."""
+    """Each rank has half of every batch, so scales follow from halves, and the engine keeps bf16 weights where autocast
+    keeps FP32. Bound: the engine's effect on a bf16 run plus twice FP8's effect on the one-rank run, since FP8 may move
+    the engine's run as far in another direction."""
     data, figures = batches(12, 32), {}
     bf16 = train_alone(None, data, bf16=True)
     engines_own = _gap(_trained(None, 3, data, bf16=True), bf16)
@@ -113,7 +113,7 @@ def check_a_saved_run_resumes_to_the_bit():
 
 
 def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
-    """As `transformers.Trainer` writes them, which never calls `save_state`."""
+    """Save like `transformers.Trainer`, which never calls `save_state`."""
     data, folder = shares(batches(6)), ranks.shared_folder()
     for stage in (2, 3):
         with accelerator(stage, "native:delayed") as acc:
@@ -143,7 +143,7 @@ def check_microbatches_add_up_and_the_window_rolls_once_a_step():
 
 
 def check_clipping_bounds_the_true_norm():
-    """With SGD the norm of an update is the learning rate times the clipped norm."""
+    """Use SGD: the norm of an update is the learning rate times the clipped norm."""
     data = batches(1)
     for backend, stage in (*_every_stage("native:dynamic"), ("ao:tensorwise", 3)):
         alone = Blocks()
@@ -184,7 +184,7 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
             engine, optimizer = acc.prepare(model, adamw(model))
             gathered = GatheredWeights()
             for layer in (*model.layers, model.out):
-                layer.register_forward_pre_hook(gathered)  # after the engine's own hook, which gathers
+                layer.register_forward_pre_hook(gathered)  # after the engine's own gathering hook
             x, y = batches(1)[0]
             loss = engine(x.bfloat16(), y)
             assert gathered.sizes == [HIDDEN * HIDDEN] * LAYERS + [HIDDEN * 16]
@@ -214,7 +214,7 @@ def blocks_of_conv1d() -> Blocks:
 
 
 class GatheredWeights:
-    """Forward pre-hook: which weights were gathered, and whether their memory still lives."""
+    """Record gathered weights and the lifetime of their memory in a forward pre-hook."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

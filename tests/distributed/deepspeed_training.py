@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 
-# the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first collective
+# the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first collective
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 HIDDEN, LAYERS = 64, 3
@@ -97,7 +97,7 @@ def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf1
 
 
 def ds_config(stage: int, bf16: bool = False) -> dict:
-    """Threshold 0: these layers are so small that ZeRO-3 would never partition them by default."""
+    """Return a configuration with threshold 0: ZeRO-3 would never partition such small layers by default."""
     return {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "train_micro_batch_size_per_gpu": 16,
@@ -170,7 +170,7 @@ def json_file(config: dict) -> str:
 
 
 def assert_products(model: nn.Module, layers: int = LAYERS + 1, at_least: int = 1) -> None:
-    """Every layer made every kind of product; the first has no input gradient to make."""
+    """Assert every kind of product for every layer; the first needs no input gradient."""
     products = fp8_backends.audit(model).products
     assert len(products) == layers, list(products)
     for name, counts in products.items():

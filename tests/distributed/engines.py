@@ -1,4 +1,4 @@
-"""How a user asks Accelerate for each engine, and what differs on ranks that have no GPU."""
+"""Request each engine from Accelerate as a user does, and adapt ranks without a GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SHARDED_BY_FSDP2 = ("FSDP2", "ring", "TPxDP")
 
 
 class WithoutGPUs(ParallelismConfig):
-    """Accelerate refuses tensor parallelism on ranks that have no GPU: the one thing that is worked round."""
+    """Accept tensor parallelism on ranks without a GPU: the one workaround."""
 
     def _validate_accelerator(self, accelerator) -> None:
         pass
 
 
 def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block", rows: int = 4) -> dict:
-    """Arguments of `Accelerator` beside the recipe. `wrapped`: the class that FSDP2 makes units of. `rows`: those
-    of a microbatch on one rank."""
+    """Return the arguments of `Accelerator` except the recipe. `wrapped`: the class of FSDP2's units. `rows`: rows of a
+    microbatch on one rank."""
     if engine == "Ulysses":
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -38,7 +38,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
         import deepspeed
         from accelerate.utils import DeepSpeedPlugin
 
-        # the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first use
+        # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "zero_optimization": {
@@ -51,7 +51,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
             "gradient_clipping": clip,
             "bf16": {"enabled": False},
         }
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate takes DDP, whatever else was asked for
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate always takes DDP
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         return {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     if engine in SHARDED_BY_FSDP2:
@@ -69,7 +69,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
 
 
 def start_engine(accelerator, engine: str, arguments: dict) -> None:
-    """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
+    """Set the engine chosen on GPUs: without a GPU, Accelerate always chooses DDP."""
     from accelerate.state import AcceleratorState, PartialState
 
     kind = {"single": DistributedType.NO, **dict.fromkeys(SHARDED_BY_FSDP2, DistributedType.FSDP)}.get(engine)
@@ -98,7 +98,7 @@ def cut_layers(model: torch.nn.Module, mesh) -> None:
 
 
 def assert_engine(engine: str, model: torch.nn.Module) -> None:
-    """That the prepared model is really in the hands of that engine."""
+    """Assert that this engine wraps the prepared model."""
     model = getattr(model, "_orig_mod", model)
     sharded = [isinstance(p, DTensor) for p in model.parameters()]
     assert isinstance(model, DistributedDataParallel) == (engine == "DDP"), type(model)
@@ -109,6 +109,6 @@ def assert_engine(engine: str, model: torch.nn.Module) -> None:
 
 
 def plain_state_dict(accelerator, model) -> dict[str, torch.Tensor]:
-    """The whole weights, by their own names; copies. Empty on the ranks that an engine gives nothing."""
+    """Return copies of the whole weights by original name; empty on ranks without any."""
     state = accelerator.get_state_dict(model)
     return {name: value.detach().clone() for name, value in (state or {}).items()}

@@ -1,5 +1,5 @@
-"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike, and so does transformers' expert
-parallelism, in which each rank has experts of its own and tokens travel to them."""
+"""Train mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 agree, and so does transformers' expert
+parallelism, which exchanges tokens between ranks with different experts."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def check_levels_store_experts_in_ddp_and_fsdp2() -> dict:
 
 
 def check_stored_experts_resume_to_the_bit() -> None:
-    """In DDP at O4, with sharded residuals and states, and in FSDP2, from whole and from sharded states."""
+    """Resume DDP at O4, with sharded residuals and states, and FSDP2, from whole and from sharded states."""
     for wrap in (in_ddp, in_fsdp2):
         model, optimizer = prepared("mixtral", "msamp:O4", wrap)
         steps(model, optimizer, range(2))
@@ -180,8 +180,8 @@ def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
 
 
 def check_zero3_has_the_losses_of_ddp() -> dict:
-    """To the bit with bf16 products in hardware. Else DeepSpeed's function of a plain linear layer, such as the head,
-    sums in another order: less than a unit of bf16 in a loss."""
+    """Match bitwise with bf16 products in hardware. Otherwise DeepSpeed's plain linear function, as for the head, sums
+    in another order: less than a unit of bf16 in a loss."""
     from deepspeed_training import accelerator
 
     losses = {}
@@ -202,7 +202,7 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
 
 @functools.cache
 def meshes():
-    """(the mesh of ranks that share the experts, a mesh of one rank)"""
+    """Return the mesh of ranks sharing the experts, and a mesh of one rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
     return mesh["ep"], mesh["tp"]
 
@@ -260,7 +260,7 @@ def sorted_stably():
 
 @sorted_stably()
 def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
-    """To the bit in bf16, also with FP8 codes on the wire, for fprop of rules that multiply them."""
+    """Match bitwise in bf16, also with FP8 codes on the wire, used by fprop of rules that multiply them."""
     for (numbers, experts), scaling in itertools.product(ROUTES.values(), ("dynamic", "delayed", "rowwise", "mxfp8")):
         hidden, chosen, weights = routed(sum(numbers), 0, torch.bfloat16)
         chosen = chosen % len(experts)
@@ -330,7 +330,7 @@ def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
 
 
 class Sent(TorchDispatchMode):
-    """The bytes that this rank hands to each all-to-all inside."""
+    """Record this rank's bytes in each all-to-all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def check_expert_parallel_training_is_that_of_one_process() -> dict:
         audits = [fp8_backends.audit(each) for each in (one, model)]
         assert audits[0].flops_share == audits[1].flops_share
         for name, parameter in model.named_parameters():
-            if spec != "msamp:O2":  # where a part's gradient has a scale of its own, by which small numbers are rounded
+            if spec != "msamp:O2":  # a part's gradient with its own scale, which rounds small numbers
                 values = parameter.full_tensor() if is_distributed(parameter) else parameter
                 assert torch.equal(values, one.get_parameter(name)), (spec, name)
         states = [list(states_of(each)) for each in (one, model)]
@@ -373,7 +373,7 @@ def check_expert_parallel_training_is_that_of_one_process() -> dict:
 
 
 def ready(model, spec, lr=3e-3):
-    """(the prepared model, its optimizer), for ranks that have the same batch"""
+    """Return (prepared model, its optimizer), for ranks with the same batch."""
     fp8_backends.prepare(model, None, spec)
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), spec)
     levels.expect_equal_gradients(model)
@@ -381,8 +381,8 @@ def ready(model, spec, lr=3e-3):
 
 
 def check_tokens_of_one_batch_travel_as_codes() -> None:
-    """Each rank sends its part of a common batch. By rows, loss and gradients equal those without FP8 on the wire to
-    the bit, except the first weights', with one more cast."""
+    """Each rank sends its part of a common batch. With rowwise scales, loss and gradients match runs without FP8 on the
+    wire bitwise, except the first weights', with one more cast."""
     model = build("mixtral")
     plan = model._expand_parallel_plan(model.ep_plan)
     shared_out(model, plan, shared_batch=True)

@@ -33,7 +33,7 @@ def in_fsdp2(model):
 
 
 def trained(spec, wrap, **sizes):
-    """(wrapped model, optimizer) after two steps, each rank with rows of its own."""
+    """Return (wrapped model, optimizer) after two steps with different rows on each rank."""
     model = llama(**sizes)
     fp8_backends.prepare(model, None, spec)
     model = wrap(model)
@@ -50,7 +50,7 @@ def trained(spec, wrap, **sizes):
 
 
 def folder() -> Path:
-    """One new folder for all ranks."""
+    """Return one new folder for all ranks."""
     made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     return Path(made[0])
@@ -105,7 +105,7 @@ def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
 
 
 class Adapted(torch.nn.Module):
-    """A frozen layer of an FP8 checkpoint behind a trainable one, with different codes on each rank."""
+    """Put a trainable layer before a frozen layer of an FP8 checkpoint, with different codes on each rank."""
 
     def __init__(self) -> None:
         super().__init__()

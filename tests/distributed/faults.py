@@ -1,8 +1,8 @@
-"""Runs in which a rank is lost in the middle of a step, one after another, under one torchrun with restarts.
+"""Lose a rank in the middle of a step, in one scenario after another, under one torchrun with restarts.
 
 Each scenario trains once unbroken, then again with a checkpoint at step SAVED until rank 1 is lost at step LOST. The
-other rank must notice by itself: it notes how, and fails. torchrun restarts both, and the checkpoint of the last
-scenario is resumed before the next one begins. The last attempt prints what happened.
+other rank must detect the loss, record how, and fail. torchrun restarts both, and the checkpoint of the last scenario
+is resumed before the next one begins. The last attempt prints the outcomes.
 
     python -m torch.distributed.run --nproc_per_node 2 --max-restarts N faults.py FOLDER
 """
@@ -30,7 +30,7 @@ import fp8_backends
 
 STEPS, SAVED, LOST = 6, 2, 4
 TIMEOUT = 10
-"""Seconds that a collective of these runs may take; ranks that compile on a busy machine are seconds apart."""
+"""Longest seconds of a collective in these runs; ranks compiling on a busy machine are seconds apart."""
 
 
 class Scenario(NamedTuple):
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Run:
-    """A model with its optimizer, prepared by a stock Accelerator."""
+    """Hold a model and its optimizer, prepared by a stock Accelerator."""
 
     def __init__(self, scenario: Scenario) -> None:
         handlers = [
@@ -96,7 +96,7 @@ class Run:
 
 
 def attempt(folder: Path, number: int) -> None:
-    """What the ranks do after restart `number`."""
+    """Run the ranks after restart `number`."""
     rank = int(os.environ["RANK"])
     if number > 0:
         check_resumed(folder, number - 1, rank)

@@ -1,6 +1,5 @@
-"""Accelerate's other features with FP8, one check for each row of `feature_table.py` and each level; of the backends
-without one, which DDP treats alike, a row has one. On one process a row has all.
-"""
+"""Check Accelerate's other features with FP8: one check per row of `feature_table.py` and per level; one per row for
+the backends without a level, equal under DDP. One process checks all of a row."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def check(feature: Feature, backend: str) -> None:
 
 
 def checks() -> dict:
-    """Name -> function for each row that runs inside a process group."""
+    """Return name -> function for each row that runs inside a process group."""
     return {
         f"check_{feature.run}_{backend.replace(':', '_')}": lambda f=feature, b=backend: check(f, b)
         for number, feature in enumerate(FEATURES)
@@ -40,7 +39,7 @@ globals().update(checks())
 
 
 def check_a_hook_that_is_registered_by_hand_is_refused_beside_scaled_weights():
-    """After the model is connected, and before it is."""
+    """Register after the model is connected, and before."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     acc = feature_setting.accelerator("msamp:O2")
@@ -70,5 +69,5 @@ def _connect_hooked(hook) -> None:
 
 if __name__ == "__main__":
     gc.collect()
-    gc.freeze()  # what is loaded is no garbage, and each check collects
+    gc.freeze()  # loaded libraries are no garbage, and each check collects
     ranks.main(globals())

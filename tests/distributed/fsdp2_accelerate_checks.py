@@ -31,7 +31,7 @@ GATHERED = FP8RecipeKwargs(backend="native:delayed", enable_fsdp_float8_all_gath
 
 
 def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accumulate=1, parallelism=None, **options):
-    """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
+    """Set the engine chosen on GPUs: without a GPU, Accelerate always chooses DDP."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     handler = FP8RecipeKwargs(backend=spec) if isinstance(spec, str) else spec
@@ -92,8 +92,8 @@ TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O4")
 
 
 def check_each_backend_trains():
-    """With efficient loading, the launcher's default, where only the first rank has the weights. Every product runs in
-    FP8 in every layer; the proof is said once; optimizer, groups and scheduler are the ones that were given."""
+    """Use efficient loading, the launcher's default, with weights only on the first rank. Every product runs in FP8 in
+    every layer; the proof prints once; optimizer, groups and scheduler stay the given objects."""
     figures = {}
     for spec in TRAINED:
         name = spec if isinstance(spec, str) else "ao, gathered in FP8"
@@ -200,7 +200,7 @@ def check_save_and_resume():
 
 
 def check_clipping():
-    """The norm is that of all shards of all parameters, and what is left of it is what was asked for."""
+    """Compare the norm over all shards of all parameters, and the requested norm after clipping."""
     for spec in ("native:dynamic", "msamp:O2"):
         acc = accelerator(spec)
         model, *_ = acc.prepare(*new())
@@ -224,7 +224,7 @@ def check_precision_policies():
 
 
 def check_activation_checkpointing():
-    """The same losses; what is computed again is counted apart."""
+    """Match losses; count recomputed products separately."""
     for spec in (FP8RecipeKwargs(backend="native:mxfp8", enable_fsdp_float8_all_gather=True), "msamp:O3"):
         runs = []
         for checkpointing in (False, True):
@@ -290,7 +290,7 @@ def check_what_other_engines_cannot_do_is_refused():
 
 
 def hybrid_mesh():
-    """Two replicas of two shards, whose mesh Accelerate makes."""
+    """Return Accelerate's mesh of two replicas of two shards."""
     from accelerate.parallelism_config import ParallelismConfig
 
     acc = accelerator("msamp:O3", parallelism=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))

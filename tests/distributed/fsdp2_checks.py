@@ -38,7 +38,7 @@ STEPS = 25
 
 
 def check_losses():
-    """On one rank without FSDP2, on several with it. The figures are compared by the test."""
+    """Train on one rank without FSDP2, on several with it. The test compares the figures."""
     sharded = dist.get_world_size() > 1
     return {name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS) for name, (spec, rows) in TRAINED.items()}
 
@@ -50,13 +50,14 @@ def check_a_model_that_is_one_layer_is_proven():
         fully_shard(layer)
         _, optimizer = fp8_backends.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
         layer(torch.randn(16, 32)).sum().backward()
-        optimizer.step()  # raises where no product was seen
+        optimizer.step()  # raises without products
         counts = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}  # TorchAO makes dgrad for any input
         assert list(fp8_backends.audit(layer, optimizer).products.values()) == [counts]
 
 
 def check_shards_of_scaled_weights():
-    """One scale for the whole weight; O3's FP16 master is sharded alike; all shards are rows of the same values."""
+    """Store one scale for the whole weight, and shard O3's FP16 master alike; all shards hold rows of the same
+    values."""
     for level in LEVELS:
         torch.manual_seed(0)
         model = Net()
@@ -80,7 +81,7 @@ def check_shards_of_scaled_weights():
 
 
 def check_what_is_copied_into_shards_gets_one_scale():
-    """At the next gathering, if not before: each rank had found one for its own rows."""
+    """Agree at the next gather at the latest: each rank had a scale for its own rows."""
     for level in ("O2", "O3", "O4"):
         model, _ = prepared(f"msamp:{level}")
         with torch.no_grad():
@@ -105,8 +106,8 @@ def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_gradients_are_those_of_the_whole_batch():
-    """Two roundings to E4M3 of a gradient, on the wire and when it is stored: 0.026 each, 0.037 together. The FP8
-    products are the same on both sides; what differs there is the amax of half a batch, and that of a whole one."""
+    """A gradient is rounded to E4M3 twice, on the wire and at rest: 0.026 each, 0.037 together. Both sides have the
+    same FP8 products, except for the amax of half a batch or of a whole one."""
     figures = {}
     for level in LEVELS:
         model, _ = prepared(f"msamp:{level}")
@@ -120,14 +121,14 @@ def check_gradients_are_those_of_the_whole_batch():
                 assert local_part(gradient).codes.dtype == torch.float8_e4m3fn
             error = _relative(whole(gradient), whole(exact[name]))
             figures[name] = max(error, figures.get(name, 0.0))
-            # where both sides were rounded once more when they were stored
+            # both sides were rounded once more for storage
             assert error <= 0.055, (level, name, error)
         assert len(gradients) == sum(p.requires_grad for p in model.parameters())
     return figures
 
 
 def check_no_gradient_keeps_the_buffer_of_its_unit():
-    """A bias's view of the FP32 buffer would keep the gradients of all weights beside it alive."""
+    """A bias's view of the FP32 buffer would keep the gradients of all weights in the unit alive."""
     model, _ = prepared("msamp:O2")
     for name, gradient in _gradients(model, batches(1)[0]).items():
         local = local_part(gradient)
@@ -136,20 +137,20 @@ def check_no_gradient_keeps_the_buffer_of_its_unit():
 
 
 def check_preparing_again():
-    """Hooks are there once, and on the shards alone, also where FSDP2 has left the root gathered after a forward."""
+    """Install hooks once, and only on the shards, even while FSDP2 keeps the root gathered after a forward."""
     model, optimizer = prepared("msamp:O2")
     with torch.no_grad():
         loss_of(model, batches(1)[0])
     fp8_backends.prepare(model, optimizer, "msamp:O2")
     assert {len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad} == {1}
     train(model, optimizer, 1)
-    loss_of(model, batches(1)[0])  # gathers again what it gathered before
+    loss_of(model, batches(1)[0])  # gathers again
     model.unshard()
     assert not model.loudness.weight._post_accumulate_grad_hooks
 
 
 def check_the_reduction_that_fsdp2_asks_for():
-    """AVG, SUM, and PREMUL_SUM, which is what a divide factor of one's own becomes."""
+    """Test AVG, SUM, and PREMUL_SUM, the form of a custom divide factor."""
     averaged = None
     for factor in (None, 1.0, 8.0):
         model, _ = prepared(FP8RecipeKwargs(backend="native:dynamic", gradient_comm="fp8"))
@@ -162,8 +163,8 @@ def check_the_reduction_that_fsdp2_asks_for():
 
 
 def check_microbatches():
-    """Four microbatches are one batch of them all, whether FSDP2 reduces each or only the last. They are equal, so that
-    the amaxes of FP8 products are; what remains is E4M3 on the wire and at rest, on both sides: 0.026 each."""
+    """Four microbatches equal one batch of them all, reduced each or only at the end. Equal microbatches give equal
+    amaxes of FP8 products, and only E4M3 on the wire and at rest differs, on both sides: 0.026 each."""
     ids = batches(1) * 4
     model, _ = prepared("msamp:O2")
     exact = _gradients(model, torch.cat(ids))
@@ -185,7 +186,7 @@ def check_microbatches():
 
 
 class _Stack(nn.Module):
-    """Bias-free layers, units of their own: what travels is FP8 alone."""
+    """Stack bias-free layers, each an FSDP2 unit: only FP8 is sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +215,7 @@ def _traffic_of_a_step(spec) -> Traffic:
 
 
 def check_bytes_on_the_wire():
-    """Counted at the collectives, of a forward and a backward. Groups of FP8 alone work on gloo."""
+    """Count bytes at the collectives, of a forward and a backward. Groups of only FP8 work on gloo."""
     plain = _traffic_of_a_step(None)
     shares = {}
     for name, spec in {**{level: f"msamp:{level}" for level in LEVELS}, "ao": GATHERED_BY_AO}.items():
@@ -278,7 +279,7 @@ def check_state_dicts_are_plain():
 
 
 def check_loading_after_a_forward():
-    """FSDP2 leaves the root gathered after a forward; what is loaded goes into the shards all the same."""
+    """Load into the shards although FSDP2 leaves the root gathered after a forward."""
     model, _ = prepared("msamp:O3")
     saved = model.state_dict()
     other, optimizer = prepared("msamp:O3")
@@ -372,7 +373,7 @@ def write_checkpoints():
 
 
 def read_checkpoints():
-    """The losses that follow. The weights are those that were saved, whatever the number of ranks."""
+    """Return the losses after loading; weights match the saved ones for any number of ranks."""
     losses = {}
     for level in LEVELS:
         model, optimizer = prepared(f"msamp:{level}", lr=1.0)  # the saved one counts

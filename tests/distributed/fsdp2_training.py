@@ -1,4 +1,4 @@
-"""A small language model that has what is hard to shard, and a loop that trains it on any number of ranks."""
+"""Train a small language model with every case that is hard to shard, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """`rows` = 65 gives uneven shards."""
+    """Give uneven shards with `rows` = 65."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Token ids [batch, length] -> logits [batch, length, 64]."""
+    """Map token ids [batch, length] to logits [batch, length, 64]."""
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
@@ -35,7 +35,7 @@ class Net(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.1)
         self.blocks = nn.ModuleList(Block(rows) for _ in range(blocks))
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-        """A unit of its own: all its parameters are FP8."""
+        """A separate unit: all its parameters are FP8."""
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
         self.loudness = nn.Linear(WIDTH, 1, bias=False)
@@ -45,7 +45,7 @@ class Net(nn.Module):
         self.tie_weights()
 
     def tie_weights(self):
-        """As transformers' models do it, and Accelerate calls it after it has loaded a model anew."""
+        """Tie weights like transformers' models; Accelerate calls it after loading."""
         self.head.weight = self.embedding.weight
 
     def forward(self, ids):
@@ -78,7 +78,7 @@ def prepared(spec, rows: int = 65, sharded: bool = True, lr: float = 3e-3, **opt
 
 
 def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Ids [8, 17] that a simple rule makes: the next token is the last plus three. This rank's share of each."""
+    """Return this rank's share of ids [8, 17] from a simple rule: the next token is the last plus three."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, 64, (count, 8), generator=generator)
     ids = (starts.unsqueeze(-1) + 3 * torch.arange(17)) % 64

@@ -1,4 +1,4 @@
-"""Checks of weights that FSDP2 gathers as codes, against plain gathers, on two ranks."""
+"""Compare FSDP2 gathers of weights as codes with plain gathers, on two ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(runs: list[tuple[list[float], dict[str, torch.Tensor]]]) -> None
 
 
 def check_training_is_that_of_plain_gathers_to_the_bit():
-    """With uneven and empty shards, evaluation in between, and the units that FSDP2 leaves gathered after forward."""
+    """Include uneven and empty shards, evaluation in between, and units left gathered after forward."""
     stays_gathered = {"reshard_after_forward": False}
     for spec, options in (*((spec, {}) for spec in SPECS), *((spec, stays_gathered) for spec in SPECS[1:4:2])):
         runs = []
@@ -72,7 +72,7 @@ def check_a_rank_without_tokens():
 
 
 def check_writes_that_nobody_counts():
-    """Through `.data`: an amax of before would clip what was written. And by loading a state dict in between."""
+    """Write through `.data`, where an outdated amax would clip new values; and load a state dict in between."""
     runs = []
     for model, optimizer in both("native:rowwise"):
         losses = train(model, optimizer, 1)
@@ -88,7 +88,8 @@ def check_writes_that_nobody_counts():
 
 
 def check_gathering_ahead():
-    """Before the forward that reads the weights, before scales move on, and before a layer turns to evaluation."""
+    """Gather before the forward that reads the weights, before scales roll, and before a layer switches to
+    evaluation."""
     runs = []
     for model, optimizer in both("native:delayed"):
         first = model.blocks[0]
@@ -103,7 +104,7 @@ def check_gathering_ahead():
 
 
 def check_what_is_gathered():
-    """Codes in training, for fprop and dgrad; the weight as it is stored in evaluation."""
+    """Gather codes for fprop and dgrad in training, and the stored weight in evaluation."""
     seen = []
     for spec in ("native:rowwise", "native:dynamic+msamp:O2"):
         model, _ = prepared(FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=True))
@@ -118,7 +119,7 @@ def check_what_is_gathered():
 
 
 class _Stack(nn.Module):
-    """Bias-free layers, units of their own."""
+    """Stack bias-free layers, each an FSDP2 unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class _Stack(nn.Module):
 
 @contextlib.contextmanager
 def counted_reductions():
-    """The bytes that this rank hands to `dist.all_reduce`."""
+    """Record this rank's bytes in `dist.all_reduce`."""
     sent, original = [], dist.all_reduce
 
     def count(tensor, *args, **kwargs):
@@ -147,8 +148,8 @@ def counted_reductions():
 
 
 def check_bytes_on_the_wire():
-    """Of a forward and a backward, which gather each weight once each: beside FP32, what is gathered, and that with
-    what the ranks agree on."""
+    """Count a forward and a backward, each gathering every weight once: the bytes of gathers, and with synchronization,
+    relative to FP32."""
     shares = {}
     for spec in SPECS:
         model = _Stack(256)
@@ -170,8 +171,8 @@ def check_bytes_on_the_wire():
 
 
 def check_experts():
-    """Of two in three uneven shards, of one with an empty one, in both orientations, with matrices that blocks do not
-    fit. A checkpointed one gathers both codes for backward."""
+    """Test two experts in three uneven shards, one expert with an empty shard, both orientations, and sizes not
+    divisible by a block. A checkpointed one gathers both codes for backward."""
     shares = {spec: _share_of_experts(spec, ("mixtral", "gpt_oss")[i % 2], 3) for i, spec in enumerate(SPECS)}
     assert all(share == (0.5 if "O" in spec else 0.25) for spec, share in shares.items()), shares
     shares["one expert"] = _share_of_experts("native:rowwise", "mixtral", 1, checkpointed=True)
@@ -180,7 +181,7 @@ def check_experts():
 
 
 def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = False) -> float:
-    """The bytes of weights that a forward and a backward gather, beside those of plain gathers."""
+    """Return the bytes of weight gathers in a forward and a backward, relative to plain gathers."""
     runs, gathered = [], []
     for how in (False, True):
         recipe = FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=how)
@@ -213,7 +214,7 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
 
 
 def check_accumulation_and_checkpointing():
-    """The whole model is a checkpoint here, whose second forward FSDP2 sees inside of backward."""
+    """Checkpoint the whole model: FSDP2 sees the second forward inside backward."""
     for spec in ("native:delayed", "native:rowwise"):
         runs = []
         for model, optimizer in both(spec):
@@ -231,7 +232,7 @@ def check_accumulation_and_checkpointing():
 
 
 def check_checkpointed_blocks():
-    """Inside of FSDP2's units, where one gathering in backward serves fprop and dgrad."""
+    """Checkpoint inside FSDP2's units: one gather in backward serves fprop and dgrad."""
     for reentrant in (False, True):
         runs = []
         for model, optimizer in both("native:mxfp8"):

@@ -1,4 +1,4 @@
-"""The guard on real ranks: faults of one rank are decided on by all, and replicas that came apart are named."""
+"""Test the guard on real ranks: all ranks decide on a fault of one, and diverged replicas are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend under every engine: what works, and what is refused by name. The guide `distributed.rst` shows it."""
+"""Run every backend under every engine: trained, or refused by name. The guide `distributed.rst` shows it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 
 class Engine(NamedTuple):
-    """A column of the guide's table."""
+    """Describe a column of the guide's table."""
 
     compiled: tuple[str, ...] = ()
     """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
@@ -43,14 +43,14 @@ class Engine(NamedTuple):
     in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
     `deepspeed_checks.py` has native under ZeRO-3."""
     run: tuple[str, ...] | None = None
-    """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""
+    """Backends under test, one of each kind, for engines that treat all others alike; None: all."""
     splits_rows: bool = True
-    """Whether each rank has rows of its own; else all share the same."""
+    """True for different rows on each rank, False for equal ones."""
     abilities: str = "all"
-    """What a cell that works does, in the guide's word."""
+    """Content of a working cell, in the guide's word."""
 
     def cell(self, backend: str) -> str:
-        """The abilities of a backend that is run; in parentheses where one of its kind is."""
+        """Return the abilities of a backend under test; in parentheses if another of its kind represents it."""
         if self.run is None or backend in self.run:
             return self.abilities
         return f"({self.abilities})"
@@ -58,7 +58,7 @@ class Engine(NamedTuple):
 
 _KINDS = ("native:delayed", "ao:tensorwise", "msamp:O2", "te:delayed")
 _DEFAULT = (*_KINDS, "msamp:O4", "te:delayed+msamp:O2")
-"""Under engines that run all backends; the nightly run has every cell."""
+"""Cells of engines with all backends; the nightly run has every cell."""
 ENGINES = {
     "single": Engine(
         (
@@ -81,11 +81,11 @@ ENGINES = {
 
 SPLIT = (*split_models.ENGINES, split_models.PIPELINE)
 WHOLE = tuple(name for name in ENGINES if name not in SPLIT)
-"""Engines that give each rank whole sequences and all layers; `split_checks.py` has the others."""
+"""Engines with whole sequences and all layers on each rank; `split_checks.py` has the others."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
-    """What the error of a cell that is refused must say; None where the cell works."""
+    """Return the expected error of a refused cell; None for a working one."""
     if engine.startswith("ZeRO") or engine == "Ulysses":
         return "FSDP2" if "msamp" in backend else None
     if engine.startswith("TP") and (backend.startswith("te") or backend.endswith(("O3", "O4"))):
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Token ids [batch, length] -> logits [batch, length, 64]: embedding, a block, a head without bias."""
+    """Map token ids [batch, length] to logits [batch, length, 64]: embedding, a block, a head without bias."""
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
@@ -135,12 +135,12 @@ MICROBATCHES = 2
 
 
 def layers_of(engine: str) -> int:
-    """In FP8; the head stays in high precision unless a recipe includes it."""
+    """Return the layers in FP8; the head stays in high precision unless a recipe includes it."""
     return 7 if engine in split_models.ENGINES else 2
 
 
 def batches(count: int, rank: int, ranks: int) -> list[torch.Tensor]:
-    """This rank's share of `count` microbatches of 8 rows that a simple rule makes: the next token is the last plus
+    """Return this rank's share of `count` microbatches of 8 rows from a simple rule: the next token is the last plus
     three."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 64, (count, 8), generator=generator)
@@ -154,7 +154,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def rows_of(engine: str) -> list[torch.Tensor]:
     """This rank's microbatches under an engine."""
-    if engine == "TPxDP":  # ranks that share layers share rows
+    if engine == "TPxDP":  # ranks with shared layers share rows
         return batches(12, dist.get_rank() // 2, dist.get_world_size() // 2)
     return batches(12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1)))
 
@@ -171,7 +171,7 @@ def loss_on_this_rank(accelerator, model: nn.Module, engine: str, ids: torch.Ten
 
 @contextlib.contextmanager
 def prepared(backend: str, engine: str, compiled: bool = False):
-    """(accelerator, model, optimizer) as a user makes them."""
+    """Return (accelerator, model, optimizer) as a user makes them."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from engines import assert_engine, engine_arguments, share_layers, start_engine
@@ -211,7 +211,7 @@ MAX_NORM = 0.05
 
 
 def train(accelerator, model, optimizer, data, engine: str) -> list[float]:
-    """One loss for each microbatch, clipped at every step."""
+    """Return one loss per microbatch; clip at every step."""
     losses = []
     for ids in data:
         with accelerator.accumulate(model), loss_on_this_rank(accelerator, model, engine, ids) as loss:
@@ -225,7 +225,7 @@ def train(accelerator, model, optimizer, data, engine: str) -> list[float]:
 
 
 def check_clip(accelerator, model) -> None:
-    """The norm is one for all ranks, and what is left of the gradients is what was asked for."""
+    """Compare one norm on all ranks, and the requested norm after clipping."""
     norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
     if accelerator.distributed_type == "DEEPSPEED":
         return  # its engine clips inside its step, and tells the norm afterwards
@@ -245,7 +245,7 @@ def counts_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def check_cell(backend: str, engine: str) -> dict:
-    """All abilities of a cell that works, but for compile."""
+    """Check all abilities of a working cell except compile."""
     from engines import plain_state_dict
 
     data = rows_of(engine)
@@ -295,7 +295,7 @@ def check_alike_on_all_ranks(model: nn.Module) -> None:
 
 
 def check_as_on_one_process(engine: str, losses: list[float]) -> None:
-    """The mean over the ranks is the loss of whole sequences, in FP32 on this process, but for what FP8 rounds."""
+    """Compare the mean over ranks with the loss of whole sequences in FP32 on this process, up to FP8 rounding."""
     means = torch.tensor(losses)
     dist.all_reduce(means)
     means /= dist.get_world_size()
@@ -317,8 +317,8 @@ def check_as_on_one_process(engine: str, losses: list[float]) -> None:
 
 
 def check_pipeline(backend: str) -> dict:
-    """Both schedules of `torch.distributed.pipelining`: the same losses as on one process, to the bit where a scale
-    does not follow the order of microbatches."""
+    """Compare both schedules of `torch.distributed.pipelining` with one process, bitwise if scales are independent of
+    the order of microbatches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     def stages() -> list[nn.Module]:
@@ -343,12 +343,12 @@ def check_pipeline(backend: str) -> dict:
 
 
 EAGER: dict[tuple[str, str], list[float]] = {}
-"""Losses of the cells that have run."""
+"""Losses of earlier cells."""
 
 
 def check_losses_over_a_mesh_are_those_of_one_process() -> dict:
-    """Two pairs of ranks: each pair cuts the layers, and FSDP2 shards the parts over the pairs. All see one batch, so
-    dynamic scales are those of one process, and so are losses in FP32, but for the order of sums."""
+    """Cut layers over each of two pairs of ranks, and shard the parts over the pairs by FSDP2. All see one batch, so
+    dynamic scales match one process, and so do losses in FP32, up to the order of sums."""
     from engines import cut_layers
 
     import fp8_backends
@@ -380,7 +380,7 @@ def check_losses_over_a_mesh_are_those_of_one_process() -> dict:
 
 
 def check_compile(backend: str, engine: str) -> dict:
-    """After `check_cell` of the same cell, whose first losses it has to repeat."""
+    """Run after `check_cell` of the same cell, and repeat its first losses."""
     data = rows_of(engine)[:4]
     eager = EAGER[backend, engine][:4]
     with prepared(backend, engine, compiled=True) as (accelerator, model, optimizer):
@@ -404,7 +404,7 @@ def check_refused(backend: str, engine: str, message: str) -> None:
 
 
 def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE, nightly: bool = True) -> dict:
-    """Name -> function for every cell that is run, in the nightly run or in the default run."""
+    """Return name -> function for every cell of the default or the nightly run."""
     made = {}
     for engine in engines:
         column = ENGINES[engine]

@@ -1,4 +1,4 @@
-"""Two ranks and the monitor: rank 0 writes what it saw, and nothing changes."""
+"""Monitor two ranks: rank 0 writes its statistics, and training stays unchanged."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_backends
 
 SIZES = {"input": 32 * 64, "weight": 64 * 128, "grad_output": 32 * 128}
-"""Elements of what the first layer casts."""
+"""Elements of the first layer's casts."""
 STORED = ("gradient", "exp_avg", "exp_avg_sq")
 
 
 def trained(spec, sharded, every):
-    """The losses of some steps, and what the file has that this rank has written."""
+    """Return the losses of some steps, and this rank's file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     fields = {"backend": spec, "monitor_every": every}

@@ -1,9 +1,9 @@
-"""The logic of Accelerate's scripts for several processes where FP8 has a hand in it: test_sync.py, test_script.py,
-test_ops.py, test_distributed_data_loop.py, test_ddp_comm_hook.py, test_merge_weights.py, and examples/by_feature.
+"""Port the FP8-related logic of Accelerate's multi-process scripts: test_sync.py, test_script.py, test_ops.py,
+test_distributed_data_loop.py, test_ddp_comm_hook.py, test_merge_weights.py, and examples/by_feature.
 
-Theirs compare a model under DDP with a plain one, which has seen the whole batch, within a tolerance. FP8 rounds half
-a batch in other places than the whole, so here gradients are compared to the bit: with those of the other ranks, with
-the rank's own, with the mean of all, and with those of a loop over DDP without Accelerate.
+Accelerate compares a model under DDP with a plain one on the whole batch, within a tolerance. FP8 rounds half a batch
+differently from the whole, so here gradients are compared bitwise: with other ranks' gradients, with the rank's own,
+with their mean, and with a bare DDP loop.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fresh_accelerator(backend: str, *handlers, fields: dict | None = None, **arg
 
 
 class Pair:
-    """The same training twice under DDP: prepared by an Accelerator, and bare. `alone` is a copy outside of DDP, whose
-    gradients stay on this rank."""
+    """Train twice under DDP: prepared by an Accelerator, and bare. `alone` is a copy outside DDP with local
+    gradients."""
 
     def __init__(self, backend: str, *handlers, **arguments) -> None:
         self.accelerator = fresh_accelerator(backend, *handlers, **arguments)
@@ -75,7 +75,7 @@ class Pair:
         assert all_equal(exact_weights(self.model, self.optimizer), exact_weights(self.bare_model, self.bare_optimizer))
 
     def loss(self, model: nn.Module, data: tuple) -> torch.Tensor:
-        """Of a model that no Accelerator has prepared."""
+        """Return the loss of a model without an Accelerator."""
         with self.accelerator.autocast():
             output = model(data[0])
         return nn.functional.mse_loss(output.float(), data[1])
@@ -100,7 +100,7 @@ def all_equal(one, other) -> bool:
 
 
 def differ_between_ranks(values: list[torch.Tensor]) -> bool:
-    """Whether each of these tensors differs from that of the first rank on some rank."""
+    """Tell if each tensor differs from the first rank's on some rank."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, values)
     return all(any(not torch.equal(other[i], every[0][i]) for other in every[1:]) for i in range(len(values)))
@@ -140,8 +140,8 @@ def check_gradients_stay_on_a_rank_under_no_sync_and_are_equal_after_it():
 
 
 def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
-    """`test_gradient_accumulation_with_opt_and_scheduler`, with `sync_each_batch` and without. A scheduler makes as
-    many steps as there are ranks; the last step has one microbatch."""
+    """Port `test_gradient_accumulation_with_opt_and_scheduler`, with and without `sync_each_batch`. A scheduler steps
+    once per rank; the last step has one microbatch."""
     for backend in BACKENDS:
         for each_batch in (False, True):
             plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
@@ -177,12 +177,12 @@ def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
 
 
 def check_weights_and_gradients_go_through_accelerates_operations_as_plain_tensors():
-    """What `gather`, `broadcast`, `reduce` and `pad_across_processes` give for a plain copy, they give for a weight and
-    a gradient of a model that trains."""
+    """Compare `gather`, `broadcast`, `reduce` and `pad_across_processes` of a training model's weight and gradient with
+    results for a plain copy."""
     for backend in BACKENDS:
         pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
         with pair.accelerator.no_sync(pair.model):
-            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a gradient of its own
+            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a different gradient
         rank, weight = dist.get_rank(), pair.model.module[0].weight
         for tensor in (weight.detach(), weight.grad):
             plain = tensor.float() + 0.0
@@ -225,7 +225,7 @@ def check_local_steps_are_refused_where_one_rank_steps_for_all():
         with pytest.raises(FP8BackendError, match="no_sync, which LocalSGD uses.*shard_states=False"):
             pair.optimizer.step()
         assert all_equal(gradients(pair.model), before)
-    pair.accelerator.backward(mse(pair.model, mine(1)))  # what has stayed travels with it
+    pair.accelerator.backward(mse(pair.model, mine(1)))  # kept gradients are sent with it
     pair.optimizer.step()
     pair.assert_equal_on_all_ranks()
     with pytest.raises(FP8BackendError, match="one rank owns the full-precision values.*shard_states=False"):
@@ -259,8 +259,8 @@ def check_a_loss_that_counts_tokens_accumulates_by_hand():
 
 
 def check_metrics_are_gathered_once_for_each_row():
-    """multi_process_metrics.py: 37 rows in batches of 8 are 37 predictions, those of one process to the bit."""
-    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # whose scales do not follow from the rows at hand
+    """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one process."""
+    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # with scales independent of the current rows
         pair = Pair(backend)
         for index in range(20):
             pair.accelerator.backward(mse(pair.model, mine(index)))
@@ -286,7 +286,7 @@ def check_values_of_gradients_are_clipped():
         pair.accelerator.clip_grad_value_(pair.model.parameters(), 1e-3)
         assert all_equal(expected, gradients(pair.model)), backend
         pair.optimizer.step()
-        pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
+        pair.optimizer.zero_grad()  # with sharded states, only the owners have rounded the gradients
         pair.assert_equal_on_all_ranks()
 
 

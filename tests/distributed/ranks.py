@@ -1,12 +1,11 @@
-"""Checks that run on several ranks: one launch for a whole file of them, since starting ranks is what costs time.
+"""Run checks on several ranks: one launch per file, since starting ranks takes most of the time.
 
 A file of checks has functions `check_…()`, run in the order of the file on every rank inside one gloo process group,
-and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test beside it calls
-`report(subtests, run("file.py", ranks=2))`: each check is a subtest, and a check that fails on any rank fails.
+and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test calls `report(subtests, run("file.py",
+ranks=2))`: each check is a subtest, and a failure on any rank fails it.
 
-The ranks are real processes with torchrun's environment. `main` forks them once the file and all that it imports are
-loaded, which takes half of the time that torchrun needs. `python -m torch.distributed.run --nproc_per_node 2 file.py`
-does the same checks.
+The ranks are real processes with torchrun's environment. `main` forks them after loading the file and its imports, in
+half of torchrun's time. `python -m torch.distributed.run --nproc_per_node 2 file.py` runs the same checks.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ import traceback
 from pathlib import Path
 
 TIMEOUT = datetime.timedelta(seconds=60)
-"""The limit of one collective: ranks that wait for a lost one give up with an error."""
+"""Limit of one collective: ranks waiting for a lost one give up with an error."""
 GRACE = 15
-"""Seconds that the other ranks have to say their own error when one has failed."""
+"""Seconds for the other ranks to report their own error after a failure."""
 PORTS = range(15000, 32000)
-"""Below those that Linux hands out by itself, so that nobody is given one between its choice and its use."""
+"""Below Linux's ephemeral ports, so no other process gets one between choice and use."""
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 
 
 def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str) -> dict[str, dict]:
-    """Run the checks of a file in this folder (those named, or all). Name -> {"errors": {rank: text}, "figures": …}."""
-    import warm_process  # tests/ is not on the path of ranks that torchrun starts
+    """Run the named checks of a file in this folder, or all. Name -> {"errors": {rank: text}, "figures": …}."""
+    import warm_process  # tests/ is not on the path of ranks started by torchrun
 
     results = warm_process.run(
         str(HERE / script),
@@ -50,7 +49,7 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
             "DS_ACCELERATOR": "cpu",
-            "PYTHONFAULTHANDLER": "1",  # a rank that dies of a signal says where
+            "PYTHONFAULTHANDLER": "1",  # a rank killed by a signal names the place
             **environment,
         },
         timeout=seconds,
@@ -63,13 +62,13 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
                 known["errors"] |= result["errors"]
                 known["figures"] = result.get("figures")
     assert outcome, f"no check ran:\n{results.stdout[-4000:]}\n{results.stderr[-8000:]}"
-    if results.returncode != 0:  # with what stderr says: a rank that died of a signal has no error of its own
+    if results.returncode != 0:  # with stderr: a rank killed by a signal has no error
         outcome["the ranks' exit"] = {"errors": {"": results.stderr[-12000:]}, "figures": None}
     return outcome
 
 
 def report(subtests, outcome: dict[str, dict]) -> None:
-    """One subtest for each check."""
+    """Report one subtest per check."""
     for name, result in outcome.items():
         with subtests.test(name):
             errors = [f"rank {rank}: {text}" for rank, text in result["errors"].items()]
@@ -77,7 +76,7 @@ def report(subtests, outcome: dict[str, dict]) -> None:
 
 
 def main(namespace: dict) -> None:
-    """Run the checks of a file on every rank, those named on the command line or all."""
+    """Run the checks of a file on every rank: the names on the command line, or all."""
     if "RANK" in os.environ:  # torchrun has started this rank
         _run_checks(namespace)
     else:
@@ -94,7 +93,7 @@ def shared_folder() -> str:
 
 
 class Said(logging.Handler):
-    """What the package says inside a `with`."""
+    """Record the package's messages inside a `with`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -121,7 +120,7 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
     import fp8_backends.compute.native.backend  # noqa: F401, once; the first layer that each rank converts loads it
 
     gc.collect()
-    gc.freeze()  # what is loaded stays shared
+    gc.freeze()  # loaded modules stay shared
     alive = {_fork(namespace, rank): rank for rank in range(ranks)}
     deadline, failed = float("inf"), 0
     while alive:
@@ -179,7 +178,7 @@ def _run_checks(namespace: dict) -> None:
             figures = namespace[name]()
             dist.barrier()
         except BaseException:
-            # at once and by itself: the others wait for this rank
+            # at once: the others wait for this rank
             _say({name: {"errors": {dist.get_rank(): traceback.format_exc()}}})
             os._exit(1)
         if dist.get_rank() == 0:
@@ -190,6 +189,6 @@ def _run_checks(namespace: dict) -> None:
 
 
 def _say(result: dict) -> None:
-    """One line for `run`, in one piece: ranks share their standard output."""
+    """Print one line for `run`, in one piece: ranks share their standard output."""
     sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Gradient release on several ranks: the steps inside backward are those of the usual order, to the bit."""
+"""Release gradients on several ranks: steps inside backward match the usual order bitwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)
-"""Elements that wait for each other: each parameter is stepped by itself, some together, all at the end of backward."""
+"""Elements that wait for each other: each parameter steps separately, some together, all at the end of backward."""
 
 
 def released(level: str, **fields) -> dict:
@@ -29,7 +29,7 @@ def released(level: str, **fields) -> dict:
 
 
 class Branches(nn.Module):
-    """Four layers, the second of which the first rank alone uses, and nobody the last."""
+    """Stack four layers: only the first rank uses the second, and nobody the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
 
 
 def check_accelerate_trains_as_usual():
-    """It lists models without the DDP around them, whose own buckets take the biases to the other ranks."""
+    """Accelerate lists models without the DDP wrapper, whose own buckets reduce the biases."""
     trained = []
     for fields in ({}, {"gradient_release": True}):
         acc = feature_setting.accelerator("msamp:O4", fields=fields)

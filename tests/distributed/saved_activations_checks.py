@@ -1,4 +1,4 @@
-"""Activations that are kept in FP8, on real ranks."""
+"""Save activations in FP8 on real ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Sequential):
-    """A part whose own parts gather their weights when they begin."""
+    """Gather the weights of submodules when they begin."""
 
 
 def losses(wrap, value: str, backend: str) -> tuple[list[float], nn.Module]:
@@ -62,12 +62,12 @@ def check_ddp_and_fsdp2_train_as_without():
         on, model = losses(wrap, "fp8", backend)
         assert off[0] == on[0] and off != on  # the forward is the same; gradients are not
         assert all(abs(a - b) < 0.01 * a for a, b in zip(off, on, strict=True)), (off, on)
-        # the inputs of a product, three norms and two activations; no table, and no batch, which have no gradients
+        # the inputs of a product, three norms and two activations; no table and no batch, without gradients
         assert saved_bytes(model).tensors == 6, saved_bytes(model)
 
 
 def check_a_gathered_weight_is_not_kept():
-    """What FSDP2 has gathered for the forward of a block is freed when it has ended."""
+    """FSDP2 frees weights gathered for the forward of a block at its end."""
     _, model = losses(sharded, "fp8", "native:dynamic")
     y = model(torch.randn(64, WIDTH))
     gathered = [p for block in model[0] for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params]

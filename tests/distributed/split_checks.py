@@ -1,4 +1,4 @@
-"""The cells of the matrix whose engines split sequences or layers: transformers is loaded before ranks are forked."""
+"""Check the cells of engines that split sequences or layers: load transformers before forking ranks."""
 
 import deepspeed  # noqa: F401
 import matrix

@@ -1,4 +1,4 @@
-"""Engines that split a sequence among ranks (ring attention, Ulysses), and pipelines, which split the layers."""
+"""Build engines that split a sequence among ranks (ring attention, Ulysses), and pipelines, which split the layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ATTENTION = "sdpa"
 LENGTH = 16
 """Tokens of a whole sequence."""
 ENGINES = ("ring", "Ulysses")
-"""Those that split a sequence."""
+"""Engines that split a sequence."""
 PIPELINE = "pipeline"
 
 
 def llama() -> nn.Module:
-    """One decoder layer with seven Linear layers, and a head."""
+    """Build one decoder layer with seven Linear layers, and a head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -43,11 +43,11 @@ def shares(accelerator, engine: str, ids: torch.Tensor):
         yield parts
 
 
-# What PyTorch, Accelerate and DeepSpeed lack on ranks without a GPU, or in a second model of one process
+# Gaps of PyTorch, Accelerate and DeepSpeed on ranks without a GPU, or in a second model of one process
 
 
 def ring_attention_on_a_cpu() -> None:
-    """PyTorch's ring attention knows the kernels of GPUs alone: give it the CPU's, which it calls in the same way."""
+    """Give PyTorch's ring attention a CPU kernel: it knows only GPU kernels, with the same signature."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     aten = torch.ops.aten
@@ -84,7 +84,7 @@ def forget_ulysses() -> None:
 
 
 def forget_amaxes() -> None:
-    """TransformerEngine reduces those of all models that a process has had, over all ranks where a recipe said so."""
+    """Clear amaxes: TransformerEngine reduces those of all earlier models over all ranks, if a recipe requests it."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
@@ -120,8 +120,7 @@ def pipeline_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def prepared(model: nn.Module, backend: str) -> torch.optim.Optimizer:
-    """Prepare a stage, or all of them, and make its optimizer. A stage is of this one rank: at a level FSDP2 shards it
-    over that."""
+    """Prepare one or all stages, and make the optimizer. At a level, FSDP2 shards a stage over its single rank."""
     import fp8_backends
 
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -138,8 +137,8 @@ def prepared(model: nn.Module, backend: str) -> torch.optim.Optimizer:
 
 
 def losses_of_one_process(stages: list[nn.Module], backend: str, data: list[torch.Tensor]) -> list[float]:
-    """One for each batch [rows, length + 1], in the same microbatches. Each stage has its own optimizer here too, since
-    the random bits of a step follow from a parameter's place in it."""
+    """Return one loss per batch [rows, length + 1], in the same microbatches. Each stage has its own optimizer here,
+    too, since a step's random bits depend on a parameter's place in it."""
     optimizers = [prepared(stage, backend) for stage in stages]
     model, losses = nn.Sequential(*stages), []
     for ids in data:
@@ -158,12 +157,12 @@ def losses_of_one_process(stages: list[nn.Module], backend: str, data: list[torc
 
 
 def losses_of_a_pipeline(stage: nn.Module, backend: str, schedule: type, data: list[torch.Tensor]) -> list[float]:
-    """The same of this rank's stage; every rank returns those of the last one."""
+    """Return the losses of this rank's stage; every rank returns the last one's."""
     from torch.distributed.pipelining import PipelineStage
 
     rank, losses = dist.get_rank(), []
     optimizer = prepared(stage, backend)
-    # without these, PyTorch learns the sizes by a forward and a backward of ones, whose amaxes a state would record
+    # without these, PyTorch learns the sizes by a forward and a backward of ones, recorded as amaxes by a state
     ids = data[0][: len(data[0]) // MICROBATCHES, :-1]
     between, logits = (
         torch.empty(*ids.shape, WIDTH, requires_grad=True),

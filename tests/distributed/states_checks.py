@@ -37,8 +37,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 from fp8_backends.tensors.sharded_tensor import local_part
 
 SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
-PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm
-"""Rows of 128: a block lies on one rank, and is the same one there as on one rank alone."""
+PLAIN = [(66, 128), (64,)]  # an embedding with scaled states, and a norm
+"""Rows of 128: a block belongs to one rank, and is the same as on one rank."""
 
 
 def rule(level: str, rounding: str = "stochastic") -> StateRule:
@@ -46,7 +46,7 @@ def rule(level: str, rounding: str = "stochastic") -> StateRule:
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
-    """Return normal values with rows of different sizes, so that every rank sees another amax."""
+    """Return normal values with rows of different sizes, and so different amaxes on the ranks."""
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
     return normal * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
@@ -154,8 +154,8 @@ def held(pair: tuple) -> tuple:
 
 
 def check_shards_step_save_and_load_as_one_rank_does():
-    """A number that is not finite in one rank's rows makes the whole gradient zero. Muon and Adafactor gather matrices,
-    and each rank keeps its rows."""
+    """One non-finite row on one rank zeroes the whole gradient. Muon and Adafactor gather matrices, and each rank keeps
+    its rows."""
     kinds = [(level, "stochastic", torch.optim.AdamW) for level in STATE_FORMATS]
     kinds += [(level, "nearest", torch.optim.AdamW) for level in ("O2", "O4")]
     kinds += [("O3", "stochastic", make) for make in other_optimizers().values()]
@@ -421,7 +421,7 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
 
 
 def check_new_values_are_the_same_weights_on_all_ranks():
-    """The owner rounds to FP16, or to code and residual, before it rounds to FP8, and so does everyone else."""
+    """Round to FP16, or to code and residual, before FP8: the owner, and so every other rank."""
     for level in ("O3", "O4"):
         model, _ = under_ddp(level)
         shapes = {name: value.shape for name, value in under_ddp(level, shard_states=False)[0].state_dict().items()}
@@ -479,7 +479,7 @@ def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
 
 
 def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
-    """Includes a rank that cannot write, ranks with disks of their own, and a damaged file."""
+    """Include a rank without write access, ranks with local disks, and a damaged file."""
     folder = shared_folder()
     rank = dist.get_rank()
     accelerator, model, optimizer = accelerated()
@@ -519,7 +519,7 @@ def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
 
 
 def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
-    """It saves the optimizer on rank 0 alone, so its states are not shared out."""
+    """Trainer saves the optimizer only on rank 0, so its states are not sharded."""
     from trainers.tiny_trainers import losses_of, trainer_for
 
     folder = shared_folder()
@@ -547,7 +547,7 @@ def environment(**variables: str):
             del os.environ[name]
 
 
-# What they weigh, and gradients in shards
+# Their bytes, and sharded gradients
 
 
 def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -599,7 +599,7 @@ def check_gradients_in_shards_are_clipped_and_zeroed():
 
 
 def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
-    """One scale for all ranks is agreed on before the next forward."""
+    """Agree on one scale for all ranks before the next forward."""
     for level in ("O2", "O3", "O4"):
         model, optimizer = sharded_model(level)
         x = values((16, 128), dist.get_rank(), 1.0)

@@ -40,7 +40,7 @@ ONCE = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 
 
 class Net(nn.Module):
-    """[batch, tokens, WIDTH] -> the same. Two layers read one input."""
+    """Map [batch, tokens, WIDTH] to the same shape. Two layers read one input."""
 
     def __init__(self, inner: int = INNER, bias: bool = True) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Packed(nn.Module):
-    """Two layers in one weight, as some models have their gate."""
+    """Keep two layers in one weight, as some models keep their gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Packed(nn.Module):
 
 
 class Exact(nn.Module):
-    """Sums of few integers, and scales that are powers of two: nothing rounds where ranks add up."""
+    """Sum few integers with power-of-two scales: ranks add up without rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def both(model: nn.Module, spec, **plan) -> tuple[nn.Module, nn.Module]:
 
 
 def by_transformers(model: nn.Module, **plan: str) -> nn.Module:
-    """As transformers parallelizes a model by its `tp_plan`."""
+    """Parallelize like transformers, by a model's `tp_plan`."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
     plan = {"up": "colwise", "other": "colwise", "down": "rowwise", **plan}
@@ -125,7 +125,8 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def losses(model: nn.Module, steps: int = 2, dtype: torch.dtype | None = None, spec=None) -> list[float]:
-    """`spec`: of a rule whose states follow the optimizer, and are agreed on after backward."""
+    """Train and return losses. `spec`: a rule with states that follow the optimizer and are synchronized after
+    backward."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     if spec is not None:
         fp8_backends.prepare(model, optimizer, spec)
@@ -152,7 +153,7 @@ def check_codes_of_each_part_are_those_of_the_whole() -> None:
         rule = layer_rule.LayerRule(scaling, E4M3, E4M3, (False,) * 3, False)
         split, rank = Split(dim, group), dist.get_rank()
         if rule.has_blocks and spans[dim] % 256:
-            continue  # a block would lie on two ranks
+            continue  # a block would span two ranks
         part = x.chunk(2, dim)[rank].contiguous()
         for tensor in (INPUT, GRAD_OUTPUT):
             state = new_window_state("cpu") if scaling == "window" else None
@@ -198,7 +199,7 @@ def check_losses_and_gradients_are_those_of_one_process_to_the_bit_where_sums_ar
             loss.backward()
             results.append([loss, y, *(whole(p.grad) for p in model.parameters()), x.grad])
         assert all(map(torch.equal, results[0][:-1], results[1][:-1])), rule
-        found[rule] = off(results[1][-1], results[0][-1])  # a sum over the ranks of what is no integer
+        found[rule] = off(results[1][-1], results[0][-1])  # a sum over the ranks of non-integers
         assert found[rule] < (2**-7 if rule == "rowwise" else 1e-6), found
         counts = fp8_backends.audit(together).products
         assert counts == dict.fromkeys(("up", "down"), ONCE), counts
@@ -206,8 +207,8 @@ def check_losses_and_gradients_are_those_of_one_process_to_the_bit_where_sums_ar
 
 
 def check_losses_of_a_usual_model() -> dict:
-    """What is added up over ranks is rounded before: in FP32, in bf16 where that is the products' dtype. With `rowwise`
-    it always is."""
+    """Terms are rounded before the sum over ranks: in FP32, or in bf16 as dtype of the products. `rowwise` always
+    rounds."""
     found = {}
     for rule, dtype in itertools.product(("dynamic", "window", "rowwise", "mxfp8"), (None, torch.bfloat16)):
         torch.manual_seed(0)
@@ -218,7 +219,7 @@ def check_losses_of_a_usual_model() -> dict:
 
 
 def check_styles_of_transformers() -> dict:
-    """Parts may be uneven. Without gradients, and where weights are packed, layers get plain tensors."""
+    """Parts may be uneven. Without gradients, and with packed weights, layers get plain tensors."""
     found = {}
     plans = {
         "even": (Net(), {}),
@@ -262,7 +263,7 @@ def conv1d_net() -> nn.Sequential:
 
 
 def check_conv1d() -> None:
-    """Its weight lies as [in, out], and no style cuts it: by hand."""
+    """Split its weight [in, out] manually: no style cuts it."""
 
     def cut(module: nn.Module, weight, bias, taken, given) -> None:
         for name, placed in (("weight", weight), ("bias", bias)):
@@ -287,7 +288,7 @@ def check_conv1d() -> None:
 
 
 def check_tokens_of_a_rank_and_a_whole_weight() -> None:
-    """A layer that is on every rank, between layers that have tokens."""
+    """Put a replicated layer between layers with local tokens."""
     for rule in ("dynamic", "rowwise", "mxfp8"):
         alone = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         together = distribute_module(copy.deepcopy(alone), mesh())
@@ -346,7 +347,7 @@ def check_products_in_high_precision_and_recomputed() -> None:
 
 
 def check_layers_that_read_one_input_share_its_codes() -> None:
-    """Each style makes a DTensor of its own of it."""
+    """Each style makes its own DTensor of the input."""
     _, together = both(Net(), "native:dynamic")
     h = together.norm(normal(2, 4, WIDTH))
     before = together.up(h) * together.other(h)
@@ -358,7 +359,7 @@ def check_layers_that_read_one_input_share_its_codes() -> None:
 
 
 def check_compiled_layers_make_one_graph() -> None:
-    """With the agreements in it. Traced by dynamo alone, which takes a tenth of the time of a whole compiler."""
+    """Include synchronization. Only dynamo traces, in a tenth of a whole compiler's time."""
     model, h = parallel(Net(bias=False)), normal(2, 4, INNER // 2)
     fp8_backends.prepare(model, None, "native:dynamic")
     expected = model.down(h)
@@ -366,7 +367,7 @@ def check_compiled_layers_make_one_graph() -> None:
 
 
 def check_sequence_parallel_inputs_are_gathered_as_codes() -> dict:
-    """Once for the two layers that read them, in a quarter of the bytes of FP32. Backward is plain."""
+    """Gather once for both readers, with a quarter of the bytes of FP32. Backward is plain."""
     plan = {"norm": SequenceParallel(), "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
     x, sent, gradients = normal(4, 8, WIDTH), {}, {}
     alone = Net()
@@ -383,7 +384,7 @@ def check_sequence_parallel_inputs_are_gathered_as_codes() -> dict:
         gradients[comm] = [whole(p.grad) for p in model.parameters()]
         for found, p in zip(gradients[comm], alone.parameters(), strict=True):
             assert off(found, p.grad) < 1e-6
-    of_norm = 2  # one sum over the ranks of what comes from both layers, or two
+    of_norm = 2  # one sum over the ranks for both layers, or two
     assert all(map(torch.equal, *(each[of_norm:] for each in gradients.values())))
     tokens_of_a_rank, amax = x.numel() // 2, 4
     assert sent["plain"] - sent["fp8"] == (2 * 4 - 1) * tokens_of_a_rank - amax, sent

@@ -1,4 +1,4 @@
-"""Checks of what surrounds the products of tensor-parallel layers: TorchAO's casts, levels, states, Accelerate."""
+"""Check the surroundings of tensor-parallel products: TorchAO's casts, levels, states, Accelerate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """[batch, WIDTH] -> the same: a block of which ranks share the layers, and a layer that each rank has whole."""
+    """Map [batch, WIDTH] to the same shape: ranks share the layers of a block, and each has one whole layer."""
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
@@ -64,7 +64,7 @@ def split(model: nn.Module, mesh=None) -> nn.Module:
 
 
 def both(spec) -> tuple[tuple[Net, torch.optim.Optimizer], ...]:
-    """One model, with its optimizer, on one process and on all ranks."""
+    """Return one model with its optimizer on one process and on all ranks."""
     torch.manual_seed(0)
     alone = Net()
     pair = []
@@ -101,7 +101,7 @@ def states_of(model) -> list[torch.Tensor]:
 
 
 class Products(TorchDispatchMode):
-    """Notes the codes that FP8 products read."""
+    """Record the codes read by FP8 products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Products(TorchDispatchMode):
 
 
 def check_codes_of_torchao_are_those_of_one_process():
-    """Of both operands of all nine products; the scales follow from the same amaxes."""
+    """Compare both operands of all nine products; the scales follow from the same amaxes."""
     for spec in ("ao:tensorwise", "ao:rowwise"):
         seen, results = [], []
         for model, _ in both(spec):
@@ -159,7 +159,7 @@ def check_levels_store_parts_with_the_scale_of_the_whole():
         assert type(local_part(together.block.up.weight)) is torch.Tensor
         assert torch.equal(together.block.up.weight.full_tensor(), values)
     third = WIDTH * WIDTH / (WIDTH * WIDTH + 2 * WIDTH * INNER)
-    expected = {"O1": 11, "O2": 6}  # for an element that a rank has, and a rank has all of one layer in three
+    expected = {"O1": 11, "O2": 6}  # per element of a rank, and a rank has all of one layer in three
     for level, found in figures.items():
         assert abs(found / (expected[level] * (third + (1 - third) / 2)) - 1) < 0.01, figures
     return figures
@@ -174,7 +174,7 @@ def check_what_is_refused():
         with pytest.raises(RecipeError, match=f"{text}.*2 ranks share layers"):
             fp8_backends.prepare(split(Net()), None, spec)
     model = Net()
-    made_before = torch.optim.AdamW(model.parameters())  # would train the layers that are not shared alone
+    made_before = torch.optim.AdamW(model.parameters())  # would train only the replicated layers
     with pytest.raises(FP8BackendError, match=r"before ranks shared block.up.weight, block.up.bias, block.down.weight"):
         fp8_backends.prepare(split(model), made_before, "native:dynamic")
 
@@ -183,7 +183,7 @@ def check_what_is_refused():
 
 
 def prepared(spec, dp: int = 1, seed: int = 0, **fields):
-    """(accelerator, model, optimizer) as a user makes them."""
+    """Return (accelerator, model, optimizer) as a user makes them."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     arguments = {}
@@ -199,7 +199,7 @@ def prepared(spec, dp: int = 1, seed: int = 0, **fields):
     acc = Accelerator(
         mixed_precision="fp8", kwargs_handlers=[recipe], parallelism_config=parallelism, cpu=True, **arguments
     )
-    if dp > 1:  # on ranks without a GPU Accelerate takes DDP whatever was asked for
+    if dp > 1:  # without a GPU, Accelerate always takes DDP
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
         AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
@@ -216,7 +216,7 @@ def shared_folder() -> str:
 
 
 def check_guard_compares_and_skips_on_all_ranks():
-    """A rank alone finds its loss not finite: all leave the step out. What all hold whole is alike after each step."""
+    """A non-finite loss on one rank skips the step on all. Replicated values agree after each step."""
     guard.COMPARED_EVERY = 1
     acc, model, optimizer = prepared("native:dynamic", guard="skip")
     train(model, optimizer, 2, backward=acc.backward)
@@ -229,7 +229,7 @@ def check_guard_compares_and_skips_on_all_ranks():
 
 
 def check_files_hold_whole_values():
-    """What two ranks saved, one process reads. (`matrix.py` has two that go on from it to the bit.)"""
+    """Read files of two ranks on one process. (`matrix.py` continues from them bitwise on two.)"""
     acc, model, optimizer = prepared("msamp:O2")
     train(model, optimizer, 2, backward=acc.backward)
     folder = shared_folder()
@@ -260,7 +260,7 @@ def fsdp2_over_parts():
 
 
 def fsdp2_gathers_what_ranks_agreed_on():
-    """Values that are written to shards get the scale of the whole tensor, over both dimensions of the mesh."""
+    """Write values to shards with the scale of the whole tensor, over both dimensions of the mesh."""
     acc, model, optimizer = prepared("msamp:O2", dp=2)
     for name, places in (("up", [0, 64, 32, 96]), ("down", None)):
         weight = getattr(model.block, name).weight

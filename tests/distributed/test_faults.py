@@ -1,4 +1,4 @@
-"""A rank that is lost in the middle of a step: the others fail in bounded time, and the last checkpoint resumes."""
+"""Lose a rank in the middle of a step: the others fail in bounded time, and the last checkpoint resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import HERE, REPOSITORY
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What happened, per scenario, and the folder of all runs."""
+    """Return the outcome per scenario, and the folder of all runs."""
     folder = tmp_path_factory.mktemp("faults")
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", str(len(SCENARIOS))]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.2"]
@@ -26,7 +26,7 @@ def outcome(tmp_path_factory):
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
-            # else torch 2.13 hands the store of the first attempt to the next ones, which find dead ranks' addresses
+            # else torch 2.13 passes the store of the first attempt to the next ones, which find dead ranks' addresses
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
         timeout=200,
@@ -42,7 +42,7 @@ def test_a_lost_rank_is_noticed_and_the_last_checkpoint_resumes(outcome, number)
     noticed, folder = outcome
     found = noticed[number]
     assert found["scenario"] == list(SCENARIOS[number])
-    # a closed connection is seen at once; one that stands still, when the group's timeout is over
+    # a closed connection is detected at once; a hanging one, after the group's timeout
     bound = TIMEOUT if found["scenario"][2] == "killed" else 2 * TIMEOUT
     assert found["seconds"] < bound, found
     assert all((folder / f"resumed_{number}_{rank}").exists() for rank in range(2))

@@ -1,4 +1,4 @@
-"""FSDP2: every compute and level, sharded over ranks; by `fully_shard` alone, and through Accelerate."""
+"""Shard every compute and level over ranks with FSDP2, by plain `fully_shard` and through Accelerate."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from ranks import report, run
 
 LARGEST_GAP = 0.01
-"""Nats between a run on one rank and the same data on several. What differs: gradients are rounded to E4M3 on the wire
-(0.026 relative L2, unbiased), and dynamic scales follow half a batch. Both act as noise in a gradient that is rounded
-to E4M3 and E5M2 anyway; 0.01 is what the final loss may differ from bf16."""
+"""Nats between a run on one rank and the same data on several. Differences: gradients are rounded to E4M3 on the wire
+(0.026 relative L2, unbiased), and dynamic scales follow half a batch. Both act as noise in a gradient already rounded
+to E4M3 and E5M2; the final loss may differ from bf16 by 0.01."""
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_the_mean_of_many_ranks_is_within_four_per_cent(ranks, kind):
 
 
 def test_a_ring_of_fp8_sums_is_several_times_worse():
-    """The same measure finds what the two-shot form is for: FP8 partial sums after a factor 1/sqrt(N), 32 ranks."""
+    """Measure the alternative to the two-shot form: FP8 partial sums after a factor 1/sqrt(N), 32 ranks."""
     gradients = [two_shot_checks.of_rank("correlated", 2**16, rank) for rank in range(32)]
     scale = 448 / (max(g.abs().max() for g in gradients) * 32**0.5)
     total = torch.zeros(2**16)

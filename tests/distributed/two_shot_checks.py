@@ -1,4 +1,4 @@
-"""The collective on real ranks, against exact sums that every rank makes by itself."""
+"""Compare the collective on real ranks with exact sums, computed by every rank."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def check_buckets_that_overlap_equal_buckets_one_by_one():
 
 
 def check_zeros_behind_long_rows_change_nothing():
-    """They round a message up to a multiple of 16 bytes. There are none where it matters who owns what."""
+    """Padding rounds long rows up to a multiple of 16 bytes, unless ranks own fixed parts."""
     mine = of_rank("heavy-tailed", 5000, dist.get_rank())
     rows = torch.stack([mine + rank for rank in range(dist.get_world_size())])
     averaged, of_rows, plain, long = mine.clone(), reduce_scatter(rows), all_reduce(mine), two_shot.LONG

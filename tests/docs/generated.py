@@ -101,7 +101,7 @@ def gallery() -> str:
 
 def packed_nodes() -> str:
     """Return the packed autograd nodes, with the error bound of each."""
-    rows = [["node", "saved tensors", "how far gradients are off"]]
+    rows = [["node", "saved tensors", "error of gradients"]]
     for name, kept in saved_activations.NODES.items():
         only = " (``fp8+attention``)" if kept.attention else ""
         rows.append([f"``{name}``", ", ".join(kept.fields) + only, escaped(kept.bound)])

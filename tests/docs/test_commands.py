@@ -78,7 +78,7 @@ def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, 
 def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)
-    alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")  # beside other tests on this machine
+    alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")  # alongside other tests on this machine
     assert backend_that_trained(alone, monkeypatch) == "native:dynamic"
 
 
@@ -113,7 +113,7 @@ def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
         written = capsys.readouterr().out
         if target:
             Path(target.strip()).write_text(written)
-    assert read("accelerate.yaml").recipe.name == "te:delayed+msamp:O2"  # what the second line wrote
+    assert read("accelerate.yaml").recipe.name == "te:delayed+msamp:O2"  # the second line's output
     main(["config", "axolotl.yaml", "--num_processes", "8"])
     explained = next(block.text for block in literal_blocks(guide) if block.text.startswith("backend "))
     said = capsys.readouterr().err
@@ -126,8 +126,8 @@ def test_the_launchers_yaml_is_read(folder):
 
 
 def test_the_files_for_other_programs_go_together(folder):
-    """These programs do not install with this package (`neighbours.rst` has the reasons); the guide shows files tested
-    by hand."""
+    """These programs do not install together with this package (`neighbours.rst` has the reasons); the guide shows
+    manually tested files."""
     info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
     factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
     assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]

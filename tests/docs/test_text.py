@@ -59,7 +59,7 @@ def test_messages_of_troubleshooting_are_those_of_the_code():
     quoted = re.findall(r"^``(.+?)``(?:, ``(.+?)``)?$", text, re.M)
     messages = [message for pair in quoted for message in pair if message]
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "fp8_backends").glob("**/*.py"))
-    code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", code)  # literals that go on in the next line
+    code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", code)  # literals continued in the next line
     stock = {"layers without products: lm_head": "layers without products: "}
     missing = [message for message in messages if stock.get(message, message) not in code]
     assert len(messages) > 15 and missing == []

@@ -18,7 +18,7 @@ from fp8_backends.convert.weight_products import find_weight_products
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures  # noqa: E402
 
-sys.path.pop()  # its `distributed.py` would hide the tests' folder of that name from files that are collected later
+sys.path.pop()  # its `distributed.py` would hide the tests' folder of this name from later files
 
 
 def prepared(model, spec="native:dynamic"):
@@ -102,7 +102,7 @@ def test_bilinear_counts_with_both_of_its_inputs():
 
 
 class Rows(nn.Module):
-    """Layers with different numbers of rows, one used twice, and one without use of its result."""
+    """Give layers different numbers of rows, use one twice, and ignore the result of one."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Rows(nn.Module):
 
 
 class Spare(nn.Module):
-    """A layer without a call, and one with a weight multiplied by another function."""
+    """Leave one layer uncalled, and multiply by another's weight in a function."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_pefts_copy_counts_in_the_place_of_the_original():
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     config = peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"])
     audit = trained(peft.get_peft_model(model, config), torch.randn(8, 16))
-    # of the frozen layer the forward; its adapter is in high precision; the copy makes all three
+    # the frozen layer's forward; its adapter is in high precision; the copy makes all three
     low, adapter = 16 * 32 + 3 * 32 * 16, 2 * 16 * 4 + 3 * 4 * 32
     assert audit.flops_share == pytest.approx(low / (low + adapter))
 
@@ -151,7 +151,7 @@ def test_each_layer_counts_with_its_rows(spec):
 
 
 class Frozen(nn.Module):
-    """A tower without gradients, before layers that train."""
+    """Put a tower without gradients before trainable layers."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def test_layers_with_several_weights_count_them_all():
 
 
 class Recurrent(nn.Module):
-    """A classifier of sequences by the last hidden state, or by all states of packed sequences."""
+    """Classify sequences by the last hidden state, or by all states of packed sequences."""
 
     def __init__(self, packed):
         super().__init__()
@@ -245,7 +245,7 @@ def test_a_layer_without_a_size_counts_when_it_has_one():
 
 
 def test_forwards_without_training_do_not_count():
-    """Text is generated between the microbatches, and a forward raises."""
+    """Generate text between the microbatches, and raise in a forward."""
     model, optimizer = prepared(Rows(), {"backend": "native", "exclude": ["one"]})
     x = torch.randn(4, 8, 16, requires_grad=True)
     failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -272,9 +272,9 @@ def test_a_traced_forward_does_not_count():
 
 
 def test_a_replica_of_data_parallel_is_not_measured():
-    """PyTorch makes one for each GPU and forward, with the model's dictionaries of hooks."""
+    """PyTorch makes one per GPU and forward, with the model's dictionaries of hooks."""
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
-    replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
+    replica = model._replicate_for_data_parallel()  # its layers are the model's, without copies for GPUs
     replica(torch.randn(8, 16)).sum().backward()
     optimizer.step()
     assert fp8_backends.audit(model).flops_share == 1
@@ -303,7 +303,7 @@ def test_a_compiled_part_weighs_as_much_as_an_eager_one():
     assert fp8_backends.audit(model).flops_share == pytest.approx(3 / 4)
 
 
-# layers that come after `prepare`
+# layers added after `prepare`
 
 
 def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
@@ -328,7 +328,7 @@ def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
 def test_later_parameters_without_an_optimizer_are_named_once(backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
-    optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # of 2.weight none, as the user likes it
+    optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # none of 2.weight, as the user wishes
     for optimizer in optimizers:
         fp8_backends.prepare(model, optimizer, backend)
     model[1] = nn.Linear(32, 32)

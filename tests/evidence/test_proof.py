@@ -28,7 +28,7 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 
 
 class Net(nn.Module):
-    """Two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
+    """Stack two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
 
     def __init__(self, used=True, checkpointed=None):
         super().__init__()
@@ -150,7 +150,7 @@ def test_products_of_another_model_prove_nothing():
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_products_are_attributed_to_their_layers(microbatches):
     model, optimizer = prepared()
-    step(model, optimizer, microbatches)  # of an accumulated step, one microbatch is profiled
+    step(model, optimizer, microbatches)  # one microbatch of an accumulated step is profiled
     assert counts(model) == {
         name: {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0} for name in ("first", "second", "last")
     }
@@ -227,7 +227,8 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
 
 @pytest.mark.slow
 def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capfd):
-    """Dynamo compiles a function eight times and no more: with a hook of its own in each layer, the ninth ran eager."""
+    """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth would run
+    eagerly."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)])
@@ -265,7 +266,7 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
     backward(model)
     with pytest.raises(FP8BackendError, match=f"{spec}: no FP8 product ran"):
         optimizer.step()
-    step(model, optimizer)  # said once
+    step(model, optimizer)  # once
 
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
@@ -286,7 +287,7 @@ def test_no_product_at_all_is_a_warning_by_recipe(spec):
 
 def test_an_optimizer_step_before_any_forward_proves_nothing_yet(capfd):
     model, optimizer = prepared("native:dynamic")
-    optimizer.step()  # what checkpoint loaders do to create optimizer states
+    optimizer.step()  # as checkpoint loaders do to create optimizer states
     assert capfd.readouterr().err == ""
     step(model, optimizer)
     assert "3/3 Linear" in capfd.readouterr().err
@@ -354,7 +355,7 @@ def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, c
         backward(model)
     for other, own_optimizer in copies:
         step(other, own_optimizer)
-    assert capfd.readouterr().err == ""  # a copy is another model; nobody asked to watch it
+    assert capfd.readouterr().err == ""  # a copy is another model, unwatched
     optimizer.step()
     assert capfd.readouterr().err.count("3/3 Linear") == 1
     assert not model._forward_pre_hooks and not model.first._forward_hooks
@@ -400,7 +401,7 @@ def test_a_model_restored_before_its_first_step_has_nothing_to_prove(spec, after
 def test_a_failed_first_step_lets_another_model_store_its_weights(capfd):
     """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
-    failed(torch.randn(8, 32))  # and nothing follows: an error, after which its model is still there
+    failed(torch.randn(8, 32))  # and no later step: an error, with its model still alive
     new = Net()
     new(torch.randn(8, 32))
     new, own_optimizer = preparation.prepare(new, torch.optim.AdamW(new.parameters()), "msamp:O2")
@@ -429,7 +430,7 @@ def test_forwards_without_a_step_do_not_count(capfd):
         optimizer.zero_grad()
     step(model, optimizer)
     assert "3/3 Linear" in capfd.readouterr().err
-    products = auditing.audit(model).products  # of the last forward and its backward alone
+    products = auditing.audit(model).products  # only of the last forward and its backward
     assert {count["fprop"] for count in products.values()} == {1}
 
 

@@ -203,7 +203,7 @@ def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):
             before, recorded = expected[tensor][2][0], torch.tensor(amax).item()  # FP32
             expected[tensor][2][0] = math.nan if math.isnan(before) else max(recorded, before)
         if i % 7 == 3:
-            continue  # a step that the loss scaler skips: what it recorded stays, and the next step adds to it
+            continue  # a step skipped by the loss scaler: its amax stays, and the next step adds to it
         state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
         expected = [reference.window_update(*row, fmt) for row, fmt in zip(expected, WINDOW_FORMATS, strict=True)]
         for tensor, (s, counter, history) in enumerate(expected):

@@ -1,4 +1,4 @@
-"""A program that uses every public name, as a user writes it, for a type checker. It is never run."""
+"""Use every public name as a user writes it, for a type checker. Never run this program."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FLOORS = (
 )
 """Rooms of the package by floor, the lowest first. A room imports rooms of lower floors only."""
 FORBIDDEN = {("states", "compute"), ("comm", "compute"), ("watch", "evidence")}
-"""Arrows to a lower floor that a room does without: states and comm do not know the products."""
+"""Arrows to a lower floor forbidden to a room: states and comm do not know the products."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -41,14 +41,14 @@ def modules(root: Path) -> dict[str, Path]:
     found = {}
     for file in root.rglob("*.py"):
         if file.relative_to(root).parts[0] in ("docs", "examples"):
-            continue  # the configuration of Sphinx, and scripts that are copied (`tests/tools/test_examples.py`)
+            continue  # the configuration of Sphinx, and copied scripts (`tests/tools/test_examples.py`)
         parts = file.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
 
 
 def imports(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that one of its files imports anywhere."""
+    """Return the modules of the package imported anywhere in a file."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,13 +74,13 @@ def part(name: str) -> str:
 
 @functools.cache
 def arrows(root: Path) -> dict[str, set[str]]:
-    """What each module of a package imports of it. Read once: no test changes files that were read."""
+    """Return each module's imports from the package. Cached: no test changes files already read."""
     known = modules(root)
     return {name: {target for target in imports(name, file, known) if target != name} for name, file in known.items()}
 
 
 def wrong_arrows(root: Path) -> list[str]:
-    """Return arrows that do not go to a lower floor, forbidden ones, and rooms without a floor."""
+    """Return arrows to the same or a higher floor, forbidden ones, and rooms without a floor."""
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     messages = [f"{room} has no floor" for room in sorted({part(name) for name in modules(root)} - {*floor})]
     for name, targets in arrows(root).items():
@@ -94,8 +94,8 @@ def wrong_arrows(root: Path) -> list[str]:
 
 
 def circle(root: Path) -> list[str] | None:
-    """Files that import each other in a loop. A package's `__init__` hands names on: what it imports does not import
-    the `__init__` of the folder it lies in."""
+    """Return files that import each other in a loop. A package's `__init__` re-exports names: its imports do not import
+    the `__init__` of their own folder."""
     try:
         TopologicalSorter(arrows(root)).prepare()
     except CycleError as error:
@@ -131,7 +131,7 @@ PLANTED = {
 
 
 def test_planted_arrows_are_found_and_no_others(tmp_path):
-    """One in each file, all in one copy of the package."""
+    """Plant one per file, all in one copy of the package."""
     copied = tmp_path / "fp8_backends"
     for name in modules(ROOT).values():
         target = copied / name.relative_to(ROOT)

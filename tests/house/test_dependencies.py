@@ -1,6 +1,6 @@
-"""What is required is used, what is used is declared, bounds and pinned versions agree, and licences permit.
+"""Compare declared requirements with imports, and bounds with pinned versions; require permissive licences.
 
-Licences are those of the packages that are installed with the tests, each with all that it pulls in.
+Licences cover the packages installed with the tests and all their dependencies.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PACKAGE = Path(fp8_backends.__file__).parent
 HERE = Path(__file__).parents[1]
 
 IMPORTED_AS = {"pyyaml": "yaml", "transformer-engine": "transformer_engine"}
-"""Where a distribution's module has another name."""
+"""Modules with another name than their distribution."""
 BROUGHT_BY = {"triton": "torch", "tokenizers": "transformers", "docutils": "sphinx"}
-"""What a declared package brings along and is imported where that is there."""
+"""Dependencies of a declared package, imported if present."""
 
 PERMISSIVE = set(
     "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-CMU MPL-2.0 PSF-2.0 "
@@ -44,16 +44,16 @@ FAMILIES = {
     "AFL-2.1": r"Academic Free License \(AFL\)",
     "CC0-1.0": r"Public Domain",
 }
-"""How fields and classifiers without an SPDX expression spell a licence."""
+"""Spellings of a licence in fields and classifiers without an SPDX expression."""
 READ = {"torchao": "BSD-3-Clause", "docutils": "BSD-2-Clause AND CC0-1.0"}
-"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name the GPL, of an editor
-mode that its package for Python does not have."""
+"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name the GPL, for an editor
+mode missing in its Python package."""
 OF_NVIDIA = ("nvidia-", "cuda-")
-"""What PyTorch for CUDA pulls in, under NVIDIA's own licence. No file of this package needs it."""
+"""Dependencies of PyTorch for CUDA, under NVIDIA's own licence. No file of this package needs them."""
 
 
 def declared() -> dict[str, list[Requirement]]:
-    """By extra; those that are always required under ""."""
+    """Return requirements by extra; the unconditional ones under ""."""
     configuration = configparser.ConfigParser()
     configuration.read(HERE.parent / "setup.cfg", encoding="utf-8")
     texts = {"": configuration["options"]["install_requires"], **configuration["options.extras_require"]}
@@ -66,7 +66,7 @@ def every_requirement() -> dict[str, Requirement]:
 
 @cache
 def third_party_imports() -> dict[str, set[str]]:
-    """Modules of others by the files that import them, anywhere in a file."""
+    """Return third-party modules with the importing files, imports inside functions included."""
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -84,7 +84,7 @@ def module_of(distribution: str) -> str:
 
 @cache
 def installed() -> dict[str, importlib.metadata.Distribution]:
-    """All that is declared and installed, with all that it requires."""
+    """Return all declared and installed packages with their dependencies."""
     found, left = {}, list(every_requirement().values())
     while left:
         requirement = left.pop()
@@ -104,8 +104,7 @@ def installed() -> dict[str, importlib.metadata.Distribution]:
 
 
 def licences(metadata: Message) -> set[str]:
-    """The licences that a package names, by their SPDX names where these are known: by its expression, else by its
-    classifiers, else by its field."""
+    """Return a package's licences, by SPDX name if known: from its expression, else its classifiers, else its field."""
     name = canonicalize_name(metadata["Name"])
     if expression := READ.get(name) or metadata.get("License-Expression"):
         return set(re.split(r" AND | OR | WITH |[() ]+", expression)) - {""}

@@ -19,7 +19,7 @@ BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "ms
 
 
 class Language(nn.Module):
-    """Embedding, two feed-forward layers, a head tied to the embedding."""
+    """Build an embedding, two feed-forward layers, and a head tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def step(model, optimizer, seed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_1_no_parameter_is_lost(backend):
-    """Prepared in mid-training: the same objects, ties, flags, hooks and optimizer state, and everything moves."""
+    """Prepare in mid-training: same objects, ties, flags, hooks and optimizer state, and everything moves."""
     model, optimizer = made()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     calls = []
@@ -111,7 +111,7 @@ OTHER_THAN_THE_DEFAULT = {
 
 @pytest.mark.parametrize("name", OTHER_THAN_THE_DEFAULT)
 def test_rule_3_a_value_given_is_a_value_used(name):
-    """`native:dynamic` reads none of these: each is an error that names the field, and none is dropped."""
+    """`native:dynamic` reads none of these fields: each is refused by name, and none is dropped."""
     assert name in FIELDS or name == "use_mxfp8_block_scaling"
     with pytest.raises(fp8_backends.RecipeError, match=name.split("_")[0]):
         fp8_backends.FP8RecipeKwargs(backend="native:dynamic", **{name: OTHER_THAN_THE_DEFAULT[name]})
@@ -145,7 +145,7 @@ def test_rule_5_the_reference_defines_the_numbers():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_6_no_process_wide_state(backend):
-    """A copy, another recipe and evaluation in between leave a run what it is alone, to the bit."""
+    """A copy, another recipe and evaluation in between do not change a bit of a run."""
     alone = [step(*pair, seed) for pair in [fp8_backends.prepare(*made(), backend)] for seed in range(5)]
     model, optimizer = fp8_backends.prepare(*made(), backend)
     other, other_optimizer = fp8_backends.prepare(*made(), "native:rowwise")
@@ -163,7 +163,7 @@ def test_rule_6_no_process_wide_state(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_7_what_is_saved_is_plain(backend, tmp_path):
-    """Original names and dtypes in a safetensors file that a stock model loads; resume is exact to the bit."""
+    """Write original names and dtypes to a safetensors file for stock models; resume bitwise."""
     model, optimizer = fp8_backends.prepare(*made(), backend)
     for seed in range(3):
         step(model, optimizer, seed)

@@ -1,4 +1,4 @@
-"""What `import fp8_backends` does, and what it leaves alone."""
+"""Check the effects of `import fp8_backends`, and their absence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def import_run():
 
 @pytest.mark.slow
 def test_import_prints_nothing_and_loads_nothing_heavy(import_run):
-    """Beside its own modules the package loads what `import accelerate` loads, and nothing else of another library."""
+    """Besides its own modules the package loads only the modules of `import accelerate`."""
     (line,) = import_run.stdout.splitlines()
     assert import_run.stderr == ""
     added = {name.split(".")[0] for name in json.loads(line)["added"]}
@@ -80,7 +80,7 @@ def test_resolving_and_planning_load_nothing_heavy():
 
 
 def test_every_public_name_exists_and_is_no_module():
-    """A module named like a public function would overwrite it when it is imported."""
+    """Importing a module named like a public function would overwrite it."""
     for name in fp8_backends.__all__:
         assert not isinstance(getattr(fp8_backends, name), type(sys))
     modules = {module.name for module in pkgutil.iter_modules(fp8_backends.__path__)}

@@ -1,4 +1,4 @@
-"""What reports show in a notebook: well-formed tables with the words of the text, escaped, in the theme's colours."""
+"""Check reports in a notebook: well-formed tables with the words of the text, escaped, in the theme's colours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8_backends.words import as_html
 
 
 def tables(html: str) -> list[list[list[str]]]:
-    """The cells of each table. Raises `ParseError` where a tag is not closed, or text is not escaped."""
+    """Return the cells of each table. Raises `ParseError` at an unclosed tag or unescaped text."""
     page = ElementTree.fromstring(f"<div>{html}</div>")
     rows = [[["".join(cell.itertext()) for cell in row] for row in table.iter("tr")] for table in page.iter("table")]
     return rows

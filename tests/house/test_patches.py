@@ -1,5 +1,5 @@
-"""`docs/patches.rst` names every file that changes, or looks into, what belongs to Python, PyTorch or another library
-in another way than by an official extension point (design rule 8), and no other file.
+"""`docs/patches.rst` names exactly the files that change or inspect Python, PyTorch or another library outside official
+extension points (design rule 8).
 
 Read from the source, in every module:
 
@@ -29,21 +29,21 @@ CALLS = {"_getframe", "currentframe", "walk_stack", "dup2", "addFilter", "CodeTy
 ATTRIBUTES = {"f_locals", "f_back", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"}
 ATTRIBUTES |= {"_set_params_and_buffers_to_ignore_for_model", "queue_callback", "_match_all_reduce_for_bwd_pass"}
 METHODS = {"forward", "_apply"}
-"""Of modules: whatever takes the place of one on an object."""
+"""Attributes of modules: any replacement on an object counts."""
 ATTRIBUTES |= {"_sharded_local_tensor"}
 MEANT = {"sys.argv ="}
-"""What Python's documentation lets a program set."""
+"""Attributes that a program may set by Python's documentation."""
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of such an expression, else nothing."""
+    """Return `a.b.c` of an attribute expression, else an empty string."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}" if dotted(node.value) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def foreign_names(tree: ast.Module, nodes: list[ast.AST]) -> set[str]:
-    """What a module imports from elsewhere, and the names that loops give to such things."""
+    """Return a module's imports from elsewhere, and loop variables over them."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def pairs(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
 
 
 def patches(source: str) -> set[str]:
-    """What one file does of all this, in words."""
+    """Describe one file's patches in words."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     foreign, found = foreign_names(tree, nodes), set()
@@ -102,13 +102,13 @@ def patches(source: str) -> set[str]:
 
 
 def values_of(function: ast.FunctionDef) -> Iterator[ast.Name]:
-    """Where a function reads its own arguments."""
+    """Yield a function's reads of its own arguments."""
     arguments = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
     return (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in arguments)
 
 
 def is_function(value: ast.AST | None, functions: set[str]) -> bool:
-    """Whether a value is a function made in this file, or one bound to an object."""
+    """Tell if a value is a function made in this file, or one bound to an object."""
     if isinstance(value, ast.IfExp):
         return is_function(value.body, functions) or is_function(value.orelse, functions)
     if isinstance(value, ast.Call):

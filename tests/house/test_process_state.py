@@ -1,6 +1,6 @@
-"""No process-wide state but the backend registry (design rule 6): what a function writes lies on an object that
-somebody holds. State of a thread (`threading.local`, `ContextVar`) says what that thread runs now, and is allowed; so
-is a table that decorators fill while their module is imported.
+"""Allow no process-wide state except the backend registry (design rule 6): functions write to objects with an owner.
+State of a thread (`threading.local`, `ContextVar`) describes its current work and is allowed, and so are tables filled
+by decorators during import.
 
 Read from the source, in every module:
 
@@ -56,7 +56,8 @@ def is_container(value: ast.AST | None) -> bool:
 
 
 def bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
-    """(name, value) of what a module's or a class's body binds, also under `if`, `try`, `with` and `for`."""
+    """Return (name, value) of each binding in the body of a module or class, also under `if`, `try`, `with` and
+    `for`."""
     for statement in body:
         if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             yield statement.name, statement
@@ -72,7 +73,7 @@ def bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
 
 
 def of_thread(classes: dict[str, ast.ClassDef], value: ast.AST | None) -> bool:
-    """Whether a value is an instance of `threading.local`, of a subclass of it here, or a `ContextVar`."""
+    """Tell if a value is an instance of `threading.local`, of a subclass of it here, or a `ContextVar`."""
     if not isinstance(value, ast.Call):
         return False
     name = last_name(value.func)
@@ -92,7 +93,7 @@ def local_names(function: ast.AST) -> set[str]:
 
 
 def written(function: ast.AST) -> Iterator[ast.expr]:
-    """What a function changes in place: `x` of x[i] = …, del x[i], x.append(…), x |= …; not a name that it binds."""
+    """Return names changed in place by a function: `x` of x[i] = …, del x[i], x.append(…), x |= …; no locals."""
     for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
             yield node.value
@@ -103,7 +104,7 @@ def written(function: ast.AST) -> Iterator[ast.expr]:
 
 
 def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> dict[str, str]:
-    """Local name to dotted name, of what a module imports from this package."""
+    """Map local names to dotted names of a module's imports from this package."""
     package = name.split(".") if tree.is_package else name.split(".")[:-1]
     found = {}
     for node in ast.walk(tree):
@@ -115,7 +116,7 @@ def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> dict[
 
 
 def is_decorator(statement: ast.stmt, tree: ast.Module) -> bool:
-    """Whether a function of a module serves as decorator of its other functions alone, and so runs at import."""
+    """Tell if a module uses a function only as decorator of its other functions, so at import."""
     if not isinstance(statement, ast.FunctionDef):
         return False
     decorators = [d for each in tree.body if isinstance(each, FUNCTIONS) for d in each.decorator_list]
@@ -127,14 +128,14 @@ def is_decorator(statement: ast.stmt, tree: ast.Module) -> bool:
 
 
 def is_flag(function: ast.AST) -> bool:
-    """Whether this is a cached function without a result."""
+    """Tell if this is a cached function without a result."""
     cached = {last_name(each.func if isinstance(each, ast.Call) else each) for each in function.decorator_list}
     results = [node for node in ast.walk(function) if isinstance(node, (ast.Return, ast.Yield)) and node.value]
     return bool(cached & {"cache", "lru_cache"}) and not results
 
 
 def hidden_state(root: Path) -> list[str]:
-    """Dotted names of process-wide state that functions of the package write."""
+    """Return dotted names of process-wide state written by functions of the package."""
     known, found = trees(root), set()
     containers = {
         f"{name}.{bound}" for name, tree in known.items() for bound, v in bindings(tree.body) if is_container(v)
@@ -148,7 +149,7 @@ def hidden_state(root: Path) -> list[str]:
         found |= {f"{name}.{each}" for node in nodes if isinstance(node, ast.Global) for each in node.names}
         found |= {f"{name}.{each.name}" for each in nodes if isinstance(each, FUNCTIONS) and is_flag(each)}
         importing = {node for each in tree.body if is_decorator(each, tree) for node in ast.walk(each)}
-        places = []  # that any function writes
+        places = []  # written by any function
         for function in functions(tree):
             writes = list(written(function))
             places += writes

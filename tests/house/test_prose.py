@@ -1,4 +1,4 @@
-"""Bound the English of docstrings, guides and README: few relative clauses; docstrings that begin with a verb."""
+"""Bound the English of docstrings, guides and READMEs: few relative clauses; docstrings begin with a verb."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import fp8_backends
 
 PACKAGE = Path(fp8_backends.__file__).parent
-PAGES = sorted(PACKAGE.glob("docs/*.rst"))
+ROOT = PACKAGE.parent
+PAGES = [*sorted(PACKAGE.glob("docs/*.rst")), *(ROOT / folder / "README.rst" for folder in ("", "benchmarks", "tests"))]
 
 RELATIVE = re.compile(r"\b(that|which|what|whose|where|those|whether)\b", re.IGNORECASE)
 OPENING = re.compile(r"^(What|Whether|How|Those|Of|Where|Who|That|With|As|In)\b")
@@ -57,8 +58,9 @@ def shares(texts: list[str]) -> tuple[float, float]:
     return sum(count > 0 for count in counts) / len(counts), sum(count > 1 for count in counts) / len(counts)
 
 
-def test_docstrings_name_things_with_nouns():
-    texts = list(docstrings(PACKAGE))
+@pytest.mark.parametrize("folder", ["fp8_backends", "benchmarks", "tests"])
+def test_docstrings_name_things_with_nouns(folder):
+    texts = list(docstrings(ROOT / folder))
     relative, stacked = shares(texts)
     opening = sum(bool(OPENING.match(text)) for text in texts) / len(texts)
     assert relative <= RELATIVE_SHARE
@@ -66,7 +68,7 @@ def test_docstrings_name_things_with_nouns():
     assert opening <= OPENING_SHARE
 
 
-@pytest.mark.parametrize("page", [*PAGES, PACKAGE.parent / "README.rst"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_guides_name_things_with_nouns(page):
     relative, stacked = shares(list(paragraphs(page.read_text(encoding="utf-8"))))
     assert relative <= RELATIVE_SHARE

@@ -1,7 +1,7 @@
-"""What can run code, or reads what can: named in the guide to security, file by file, or not there.
+"""Compare the security guide, file by file, with every use of a function that can run code or read executable data.
 
-Read from the source: a name counts wherever it stands, called or handed on. What a user's own objects do, such as the
-`load` of an entry point that `importlib.metadata` has found, is seen where they come from.
+Read from the source: a name counts whether called or passed on. A user's own objects, such as the `load` of an entry
+point, are found at their source, `importlib.metadata`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULES = set(
     "socket socketserver ssl http ftplib smtplib telnetlib xmlrpc asyncio requests httpx aiohttp urllib3 "
     "subprocess ctypes runpy imp".split()
 )
-"""All that they have counts, but for `NO_CODE`."""
+"""All of their names count, except `NO_CODE`."""
 NAMES = set(
     "os.system os.popen os.startfile os.posix_spawn os.posix_spawnp os.fork os.forkpty "
     "tempfile.mktemp numpy.load urllib.request huggingface_hub "
@@ -42,13 +42,13 @@ NO_CODE = re.compile(
     r"subprocess\.(\w+(Error|Expired)|CompletedProcess|DEVNULL|PIPE|STDOUT)|"
     r"ctypes\.(c_\w+|Structure|POINTER|byref|sizeof|addressof)"
 )
-"""Of these modules, what only describes: exceptions, constants, types."""
+"""Descriptions in these modules: exceptions, constants, types."""
 MUST_BE_FALSE = ("shell", "trust_remote_code", "allow_pickle")
-"""Arguments that are given as False, or not at all."""
+"""Arguments given as False, or not at all."""
 
 
 def imported(nodes: list[ast.AST]) -> dict[str, str]:
-    """Local name to dotted name, of what a module imports from elsewhere."""
+    """Map local names to dotted names of a module's imports from elsewhere."""
     found = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -61,7 +61,7 @@ def imported(nodes: list[ast.AST]) -> dict[str, str]:
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str | None:
-    """`torch.load` of `torch.load`, of `t.load` after `import torch as t`, and of `load` after an import of that."""
+    """Return `torch.load` for `torch.load`, for `t.load` after `import torch as t`, and for an imported `load`."""
     if isinstance(node, ast.Attribute):
         base = dotted(node.value, names)
         return base and f"{base}.{node.attr}"
@@ -84,7 +84,7 @@ def is_false(node: ast.expr) -> bool:
 
 
 def is_safe(call: ast.Call, names: dict[str, str], safe_loaders: set[str]) -> bool:
-    """Whether this is `torch.load` with `weights_only=True`, or `yaml.load` with a loader that is safe."""
+    """Tell if this is `torch.load` with `weights_only=True`, or `yaml.load` with a safe loader."""
     options = {each.arg: each.value for each in call.keywords}
     name = dotted(call.func, names)
     if name == "torch.load":
@@ -97,7 +97,7 @@ def is_safe(call: ast.Call, names: dict[str, str], safe_loaders: set[str]) -> bo
 
 
 def found_in(source: str) -> Iterator[str]:
-    """The names in a file that count."""
+    """Return the relevant names in a file."""
     nodes = list(ast.walk(ast.parse(source)))
     names, safe_loaders = imported(nodes), {"yaml.SafeLoader", "yaml.CSafeLoader"}
     for node in nodes:
@@ -117,7 +117,7 @@ def found_in(source: str) -> Iterator[str]:
 
 
 def longest(names: set[str]) -> set[str]:
-    """Without those that another continues: `torch.hub` of `torch.hub.load`."""
+    """Drop prefixes of other names: `torch.hub` of `torch.hub.load`."""
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
@@ -127,7 +127,7 @@ def found(root: Path) -> dict[str, set[str]]:
 
 
 def listed() -> dict[str, set[str]]:
-    """What the guide names: ``FILE``: ``NAME``, ``NAME``. A sentence."""
+    """Return the names in the guide: ``FILE``: ``NAME``, ``NAME``. A sentence."""
     text = GUIDE.read_text("utf-8")
     lines = re.findall(r"^\* ``([\w/]+\.py)``: ((?:``[\w.]+``(?:, |,\n  )?)+)", text, re.M)
     return {file: set(re.findall(r"``([\w.]+)``", names)) for file, names in lines}

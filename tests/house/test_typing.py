@@ -1,4 +1,4 @@
-"""What a type checker sees of this package: every public name with its types, and the handlers with their fields."""
+"""Check this package with a type checker: types of every public name, and handlers with their fields."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ PLANTED = (
     "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",
 )
-"""Mistakes, each of which a type checker has to find."""
+"""Mistakes for a type checker to find."""
 
 
 def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What it says of the program that uses everything, of the examples, and of the mistakes: (line, message) by the
-    name of the file."""
+    """Return mypy's (line, message) by file name: for the program of all public names, the examples, and the
+    mistakes."""
     (folder / "mypy.ini").write_text(CONFIG)
     (folder / "planted.py").write_text(PREAMBLE + "\n".join(PLANTED) + "\n")
     options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache"), "--no-error-summary"]
@@ -102,7 +102,7 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @pytest.mark.nightly
 def test_types_are_known_and_every_mistake_is_found(tmp_path):
-    """In one test, since mypy reads PyTorch each time. The examples must be without fault."""
+    """Check all in one test, since mypy reads PyTorch each time. The examples must be without error."""
     errors = errors_of_mypy(tmp_path)
     planted = {line for line, _ in errors.pop("planted.py")}
     assert errors == {}
@@ -119,6 +119,6 @@ def test_that_program_uses_every_public_name():
 
 
 def test_a_program_is_told_that_there_are_types():
-    """A wheel carries what `package_data` names."""
+    """`package_data` puts the marker into a wheel."""
     settings = (PACKAGE.parent / "setup.cfg").read_text(encoding="utf-8")
     assert (PACKAGE / "py.typed").exists() and "\n    py.typed\n" in settings

@@ -42,7 +42,7 @@ NEVER_ONE = {"tools/compare/summary.py"}
 
 
 def test_no_sentence_puts_a_number_before_a_plural_by_hand():
-    """`{len(…)} layers` says "1 layers" one day: `counted` does not."""
+    """`{len(…)} layers` prints "1 layers" one day; `counted` does not."""
     root = Path(fp8_backends.__file__).parent
     by_hand = re.compile(r"\{len\([^{}]*\)\} [a-z]+(?: [a-z]+)?s\b")
     found = {str(file.relative_to(root)) for file in root.rglob("*.py") if by_hand.search(file.read_text("utf-8"))}

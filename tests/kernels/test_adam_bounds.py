@@ -1,4 +1,4 @@
-"""The Adam step in one pass: bounds of what it stores hold, and nothing but the scales differs from two passes."""
+"""Hold the one-pass Adam step to its bounds, and to two passes up to the scales."""
 
 import pytest
 import reference
@@ -30,7 +30,7 @@ STORED = {"plain": (None, None, None), "O2": ("fp16", "e4m3", "fp16"), "O4": ("s
     seed=some.integers(0, 2**31),
 )
 def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, maximize, stored, zeros, seed):
-    """No run of Adam has such states: the magnitudes of exp_avg and exp_avg_sq have nothing in common."""
+    """Use states beyond any run of Adam: the magnitudes of exp_avg and exp_avg_sq are unrelated."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(size, share):
@@ -52,7 +52,7 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
 
 
 def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
-    """After 40 steps, of the weight, exp_avg and exp_avg_sq: within a power of two or two."""
+    """After 40 steps, bounds of weight, exp_avg and exp_avg_sq are within one or two powers of two."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4096, generator=generator) * 0.02, torch.zeros(4096), torch.zeros(4096)
     parts = [slot(x, kind) for x, kind in zip(values, STORED["O2"], strict=True)]
@@ -68,7 +68,7 @@ def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
 
 @pytest.mark.parametrize("size,eps", [(1e-6, 1e-8), (1e8, 1e-8), (1e12, 1e-8), (1.0, 1e-15), (1.0, LEAST_ROOT)])
 def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, eps):
-    """A bound far above it would leave an FP16 weight with nothing but zeros."""
+    """A bound far above it would flush an FP16 weight to zeros."""
     values = torch.ones(64), torch.zeros(64), torch.zeros(64)
     parts = [slot(x, kind) for x, kind in zip(values, STORED["O2"], strict=True)]
     gradient = Slot(torch.linspace(-size, size, 64))

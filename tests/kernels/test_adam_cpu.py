@@ -53,7 +53,7 @@ def test_the_copy_of_a_master_is_cast_to_the_bit_with_the_scale_of_the_bound():
     seed=some.integers(0, 2**31),
 )
 def test_any_states_are_stepped_to_the_bit(numel, sizes, spread, zeros, seed):
-    """No run of Adam has such states: a share of each is 0, elements and whole blocks."""
+    """Use states beyond any run of Adam: a share of each is 0, elements and whole blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(size, share):
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, ba
 
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e-38, 1e-44])
 def test_huge_and_tiny_gradients(size):
-    """Of a weight whose scale is tiny, too, with a learning rate to match."""
+    """Include a weight with a tiny scale, and a matching learning rate."""
 
     def make():
         small = min(size, 1.0)
@@ -110,7 +110,7 @@ def test_huge_and_tiny_gradients(size):
 
 @pytest.mark.parametrize("case", ["O2", "O4"])
 def test_lanes_behind_the_last_element_hold_no_value(case):
-    """With the least eps that has bounds, they divide 0 by next to nothing."""
+    """With the least eps allowed for bounds, such lanes divide 0 by almost nothing."""
     hyper = hyper_of(eps=LEAST_ROOT)
     ours, _ = check(lambda: [job._replace(hyper=hyper) for job in jobs(case, sizes=(1, 17, 130))])
     assert all(job.weight.scale_inv.isfinite() for job in ours)
@@ -144,7 +144,7 @@ def test_no_call_is_added_for_more_parameters_and_a_table_is_small(monkeypatch):
 
 
 def test_jobs_without_a_kernel_are_left_to_pytorch():
-    """Without a record, unless nothing has a scale; and fake tensors."""
+    """Include jobs without a record, unless nothing has a scale, and fake tensors."""
     for case, fused in (("O2", False), ("bf16 states", True)):
         steps = AdamSteps(jobs(case, bounded=False))
         assert all(isinstance(part, AdamTable) == fused for part, _ in steps.parts)
@@ -197,7 +197,7 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(tmp_path):
-    """The compiler writes its file slowly: a process that did not wait would load half of it."""
+    """The compiler writes its file slowly: a process without the lock would load half of it."""
     compiler, log = tmp_path / "slow-g++", tmp_path / "log"
     compiler.write_text(
         f"#!{sys.executable}\n"
@@ -234,7 +234,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
 
 @pytest.mark.slow
 def test_without_a_compiler_the_step_runs_eagerly(monkeypatch):
-    """With one warning for each kind of parameters, not for each step."""
+    """Warn once per kind of parameters, not per step."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     adam_cpu.library_of.cache_clear()
     try:

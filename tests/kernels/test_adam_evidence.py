@@ -1,4 +1,4 @@
-"""What low-precision states do to training: drift at small learning rates, wide gradients, the distance to torch."""
+"""Measure low-precision states in training: drift at small learning rates, wide gradients, the distance to torch."""
 
 import functools
 
@@ -27,7 +27,7 @@ def step(weight, gradient, both_states, t, lr, rounding="stochastic", weight_dec
 
 
 class Exact:
-    """The same run in FP64."""
+    """Run the same in FP64."""
 
     def __init__(self, weight, lr):
         self.weight, self.lr, self.states = weight.double(), lr, (torch.zeros(()), torch.zeros(()))
@@ -52,7 +52,7 @@ class Exact:
 
 @functools.cache
 def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
-    """(displacement projected on the exact one's, share of weights that never moved of those that should have)."""
+    """Return the displacement projected on the exact one's, and the share of expected movers that stayed."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(numel, generator=generator) * 0.02
     weight = slot(start, "fp16")
@@ -82,7 +82,8 @@ def test_small_learning_rates_move_every_weight_as_far_as_fp32(lr, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("lr,lost,never_moved", [(5e-6, 0.2, 0.1), (2e-6, 0.5, 0.3)])
 def test_rounding_to_nearest_loses_them(lr, lost, never_moved):
-    """MS-AMP's rounding, and why it is not the default. Stuck: never moved, though FP32 moved by over 4 FP16 steps."""
+    """Show MS-AMP's rounding, and the reason against it as default. Stuck: never moved, though FP32 moved by over 4
+    FP16 steps."""
     projection, stuck = fine_tuning(lr, "nearest")
     assert projection < 1 - lost and stuck > never_moved
 
@@ -142,7 +143,7 @@ def test_constant_gradients_with_nearest_fall_short():
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
-    """99 % of the elements: an FP8 gradient may round to a value whose update differs, up to its sign."""
+    """Compare 99 % of the elements: a rounded FP8 gradient may change an update, up to its sign."""
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(4096, generator=generator) * 0.02

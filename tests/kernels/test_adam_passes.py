@@ -192,7 +192,7 @@ def test_the_reference_in_fp32_operations_is_the_exact_one_up_to_their_roundings
 
 
 def test_the_exact_update_is_that_of_a_step_which_leaves_the_moments_as_they_are():
-    """Such as one with a gradient that is as large as exp_avg, and whose square is exp_avg_sq."""
+    """Use a gradient equal to exp_avg, and its square as exp_avg_sq."""
     weight, moment = torch.randn(100, dtype=torch.float64), torch.rand(100, dtype=torch.float64) + 0.1
     for decoupled in (True, False):
         options = {**STEP, "decoupled": decoupled, "weight_decay": 0.1 if decoupled else 0.0}
@@ -222,7 +222,7 @@ def test_plain_fp32_is_torch_to_1e_6(decoupled, maximize, weight_decay):
 
 
 def test_the_copy_of_a_master_is_its_values_to_nearest():
-    """O3: E4M3 from the FP16 weight as it is stored, to the bit what quantizing that weight gives."""
+    """At O3, cast E4M3 from the stored FP16 weight, bitwise as quantizing it."""
     for seed in range(20):
         parts = slots("O2", 500, seed)
         copy = Slot(torch.zeros(500, dtype=torch.float8_e4m3fn), torch.ones(()))
@@ -262,7 +262,7 @@ def test_learning_rate_and_betas_may_be_tensors():
     # 1 - beta2 of an FP32 0.999 has a relative error of 2**-25 / 0.001
     assert torch.allclose(numbers, tensors, rtol=3e-5, atol=0)
     meta = adam_hyper(torch.tensor(1e-3, device="meta"), (0.9, 0.999), 1e-8, 0.1, step_.to("meta"), "meta")
-    assert meta.shape == numbers.shape  # a device whose values cannot be read: nothing waited for one
+    assert meta.shape == numbers.shape  # a device without readable values: nothing waited for one
 
 
 def test_hyperparameters_of_many_parameters_at_once_are_those_of_each():

@@ -1,4 +1,4 @@
-"""Code that is compiled, kept and loaded: by whom it was written, whether it is whole, who compiles and how often."""
+"""Compile, cache and load code: check its author and completeness, and count compilations."""
 
 import ctypes
 import fcntl
@@ -32,7 +32,7 @@ def source(tmp_path):
 
 
 def made(folder, number):
-    """A library that answers with this number."""
+    """Build a library that returns this number."""
     (folder / "source.cpp").write_text(f'extern "C" int answer() {{ return {number}; }}\n')
     library = folder / f"{number}.so"
     subprocess.run(["g++", *FLAGS, str(folder / "source.cpp"), "-o", str(library)], check=True)
@@ -41,7 +41,7 @@ def made(folder, number):
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """It has compiled before, and copies: most tests ask who compiles and when."""
+    """Provide a compiler that copies an earlier result: most tests count compilations."""
     folder = tmp_path_factory.mktemp("compiler")
     script = folder / "g++"
     find = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && target=$2; shift; done'
@@ -59,7 +59,7 @@ def cache(tmp_path, monkeypatch, compiler):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """The content of a library that somebody else would like to have loaded."""
+    """Return the content of an attacker's library."""
     return made(tmp_path_factory.mktemp("foreign"), FOREIGN).read_bytes()
 
 
@@ -68,14 +68,14 @@ def libraries(cache):
 
 
 def answer(source):
-    """What a new process's first use computes; a warning is an error."""
+    """Return the result of a new process's first use; a warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return Library(source, FLAGS).loaded().answer()
 
 
 def plant(cache, content, digest=None):
-    """Put a library in place of the one that is there, under the name that this content has, or another has."""
+    """Replace the library, under the name of its content or of another."""
     (library,) = libraries(cache)
     library.unlink()
     planted = cache / f"{library.stem.rpartition('-')[0]}-{digest or hashlib.sha256(content).hexdigest()}.so"
@@ -104,7 +104,7 @@ def test_a_half_written_library_is_compiled_anew(source, cache, length):
     assert answer(source) == OURS
     (library,) = libraries(cache)
     whole = library.read_bytes()
-    library.unlink()  # what is loaded from it in this process stays as it is
+    library.unlink()  # the library loaded in this process stays unchanged
     library.write_bytes(whole[:length])
     library.chmod(0o600)
     assert answer(source) == OURS and libraries(cache)[0].read_bytes() == whole
@@ -112,7 +112,7 @@ def test_a_half_written_library_is_compiled_anew(source, cache, length):
 
 @pytest.mark.parametrize("named_by_its_content", [False, True])
 def test_a_planted_library_is_loaded_only_under_the_name_of_its_content(source, cache, foreign, named_by_its_content):
-    """This user's files are trusted: nothing else is wrong with the planted one."""
+    """Trust this user's files: nothing else is wrong with the planted one."""
     assert answer(source) == OURS
     digest = libraries(cache)[0].stem.rpartition("-")[2]
     plant(cache, foreign, None if named_by_its_content else digest)
@@ -183,7 +183,7 @@ def test_a_folder_that_others_could_have_filled_is_left_alone(source, cache, spo
 
 @pytest.fixture
 def users(monkeypatch):
-    """Answers of the system's lists of users and groups, which a test cannot change."""
+    """Fake the system's lists of users and groups."""
 
     def answers(group_name="me", members=(), others=()):
         uid, gid = os.geteuid(), os.getegid()
@@ -199,7 +199,7 @@ def users(monkeypatch):
 
 @pytest.mark.parametrize("members", [(), ("me",)])
 def test_a_folder_that_ones_own_private_group_may_write_is_ones_own(source, cache, users, members):
-    """As with the umask 002 of Fedora and some Debian systems, by which all folders are made."""
+    """Use the umask 002 of Fedora and some Debian systems, which makes all folders group-writable."""
     users(members=members)
     before = os.umask(0o002)
     try:
@@ -229,7 +229,7 @@ def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, 
 
 
 def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkeypatch):
-    """Not every file system of a test has them, so its answer is given here."""
+    """Fake the answer: not every file system of a test has such lists."""
     users()
     cache.mkdir(parents=True)
     cache.parent.chmod(0o770)
@@ -304,7 +304,7 @@ def test_what_failed_is_tried_again_after_a_pause(source, cache, monkeypatch):
 
 
 def test_a_compiler_that_does_not_end_is_given_up(source, cache, tmp_path, monkeypatch):
-    """Also where a program that it has started goes on."""
+    """Include a compiler with a surviving child process."""
     counting_compiler(tmp_path, monkeypatch, "sleep 30")
     monkeypatch.setattr(cpu_library, "LONGEST_COMPILE", 0.2)
     start = time.monotonic()
@@ -352,7 +352,7 @@ def test_what_a_killed_process_left_is_removed(source, cache):
 
 
 def test_a_library_that_cannot_be_loaded_from_the_cache_is_compiled_elsewhere(source, cache, monkeypatch):
-    """As on a disk that is mounted with noexec, which a test cannot do: the first call of dlopen fails as there."""
+    """Imitate a disk mounted with noexec: the first call of dlopen fails."""
     calls, load = [], ctypes.CDLL
 
     def loaded(path):

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a GPU: nothing waits for them, and no CUDA graph records the way."""
+"""Copy numbers of the host to a GPU: nothing waits for them, and no CUDA graph records the copy."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ from fp8_backends.kernels.devices import on_device
 
 
 def test_a_cuda_graph_does_not_record_them(monkeypatch):
-    """Its replays would read memory that is freed by then."""
+    """A replay would read freed memory."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert on_device([1, 2], torch.int64, "cpu").tolist() == [1, 2]
     with pytest.raises(FP8BackendError, match="outside of the graph"):

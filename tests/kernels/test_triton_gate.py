@@ -1,5 +1,5 @@
-"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. The folder
-`triton_kernels` has the rest."""
+"""Select tensors for Triton's kernels, as far as a process without Triton and a GPU can tell. The folder `triton` has
+the rest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_gpus_from_ampere_on(gpu):
 
 
 def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
-    """It is read once for a device: every launch asks."""
+    """Read the variable once per device, since every launch checks."""
     for value, usable in (("0", False), ("", True)):
         tensor = gpu((9, 0))
         for _ in range(2):

@@ -1,6 +1,6 @@
-"""Workers, forked from this process: each with exactly the command and environment that a launcher gave it.
+"""Fork workers from this process, each with the exact command and environment of a launcher.
 
-`test_launch_for_real.py` lets launchers start them themselves.
+In `test_launch_for_real.py` launchers start them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["FP8_BACKENDS_DISABLE"] = "1"  # while this process loads the package: each worker must connect it by itself
+os.environ["FP8_BACKENDS_DISABLE"] = "1"  # while this process loads the package: each worker must connect it
 
 import accelerate.commands.launch  # noqa: E402
 import torch  # noqa: E402
@@ -30,7 +30,7 @@ del os.environ["FP8_BACKENDS_DISABLE"]
 
 
 def prepare(folder: Path, deepspeed: bool) -> None:
-    """Load what the first training step loads, without a backward pass, after which no process may be forked."""
+    """Load the modules of the first training step, without a backward pass: no process may be forked after one."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     accelerate.commands.launch.default_config_file = str(folder / "there is no default")
     launch.has_device = lambda: True  # as on a machine with GPUs
@@ -47,7 +47,7 @@ def prepare(folder: Path, deepspeed: bool) -> None:
 
 
 def outcome(started: Started, output: str) -> dict:
-    """Run what was started, and read what `trained.py` wrote: {"ranks", "asked", "printed"}."""
+    """Run the started command, and read the output of `trained.py`: {"ranks", "asked", "printed"}."""
     for file in Path(output).parent.glob(f"{Path(output).name}.*"):
         file.unlink()
     printed = run(started)
@@ -56,7 +56,7 @@ def outcome(started: Started, output: str) -> dict:
 
 
 def run(started: Started) -> str:
-    """Fork the processes and wait for them; what they printed."""
+    """Fork the processes, wait for them, and return their output."""
     files = [os.memfd_create("printed") for _ in range(started.ranks)]
     for rank, file in enumerate(files):
         if os.fork() == 0:
@@ -72,12 +72,12 @@ def run(started: Started) -> str:
 
 
 def _become(started: Started, rank: int) -> None:
-    """In a fork: what the interpreter does with this command and environment. Never returns."""
+    """Execute this command and environment like the interpreter, in a fork. Never returns."""
     code = 1
     try:
         os.environ.clear()
         os.environ.update(started.environment)
-        if started.agent is not None:  # it tells its ranks which they are
+        if started.agent is not None:  # it assigns the ranks
             size = str(started.ranks)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         program, *words = started.command
@@ -105,5 +105,6 @@ def _become(started: Started, rank: int) -> None:
 
 
 def _ranks_as_on_gpus() -> None:
-    """Accelerate heeds FSDP on accelerators only: what it finds on a machine with GPUs, with gloo between the ranks."""
+    """Give Accelerate the state of a machine with GPUs, with gloo between the ranks: it uses FSDP only on
+    accelerators."""
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)

@@ -1,4 +1,4 @@
-"""Launchers, ours and Accelerate's, that run up to the point where they would start a process, and no further."""
+"""Run launchers, ours and Accelerate's, up to the start of a process and no further."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import yaml
 
 
 class Started(NamedTuple):
-    """What a launcher would start."""
+    """Hold a launcher's command."""
 
     command: list[str]
     environment: dict[str, str]
     ranks: int = 1
     agent: object = None
-    """The configuration of torchrun's agent, where that starts the ranks."""
+    """The configuration of torchrun's agent, if it starts the ranks."""
 
 
 class Intercepted:
-    """Inside this `with` launchers start nothing: not by `subprocess.Popen`, not by `torch.distributed.run.run`."""
+    """Stop launchers from starting anything: neither by `subprocess.Popen` nor by `torch.distributed.run.run`."""
 
     def __init__(self) -> None:
         self.started: list[Started] = []
@@ -58,7 +58,7 @@ class Intercepted:
 
 
 def ours(*arguments: str) -> Started:
-    """What `fp8-backends launch` with these arguments would start. Raises what it raises."""
+    """Return the command of `fp8-backends launch` with these arguments, or raise its error."""
     from fp8_backends.accelerate_plugin import launch
 
     with Intercepted() as intercepted:
@@ -68,7 +68,7 @@ def ours(*arguments: str) -> Started:
 
 
 def stocks(*arguments: str) -> Started:
-    """What `accelerate launch` with these arguments would start."""
+    """Return the command of `accelerate launch` with these arguments."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     with Intercepted() as intercepted:
@@ -97,7 +97,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def free_port() -> str:
-    """Below those that Linux hands out by itself."""
+    """Return a port below Linux's ephemeral ports."""
     while True:
         port = random.SystemRandom().choice(range(15000, 32000))
         with socket.socket() as tried, contextlib.suppress(OSError):

@@ -25,14 +25,14 @@ RANKS = ("--num_processes", "2", "--main_process_port")
 
 
 def trained(started: Started) -> list[dict]:
-    """What each rank wrote; with what the ranks printed."""
+    """Return each rank's output file, and the printed lines."""
     found = forked_workers.outcome(started, OUTPUT)
     assert len(found["ranks"]) == found["asked"], found["printed"]
     return [rank | {"printed": found["printed"]} for rank in found["ranks"]]
 
 
 def learned(started: Started) -> dict:
-    """The first rank's report of a training that went well on all ranks."""
+    """Return the first rank's report of a training that succeeded on all ranks."""
     ranks = trained(started)
     for rank in ranks:
         assert "error" not in rank, rank["error"]

@@ -1,4 +1,4 @@
-"""What the cells of a notebook do: notebook.py OUTPUT."""
+"""Run the cells of a notebook: notebook.py OUTPUT."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every launch route with a backend of each kind, and every backend string on one of them, for `test_routes.py`.
+"""Launch each kind of backend on every route, and every backend string on one of them, for `test_routes.py`.
 
     python routes.py FOLDER [ROUTE …]
 
-Prints one line of JSON for each route and backend: what each rank wrote.
+Prints one line of JSON for each route and backend: the files of all ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ COMPUTES = ("native:dynamic", "native:delayed", "native:rowwise", "native:blockw
 COMPUTES += ("ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp")
 LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "native:dynamic+msamp:O2", "native:delayed+msamp:O3")
 ABSENT = ("te:delayed", "te+msamp:O3")
-"""Valid names of what is not installed here."""
+"""Valid names of uninstalled backends."""
 MORE_ABSENT = ("te:dynamic", "te:blockwise", "te:mxfp8", "te+msamp:O1", "te:dynamic+msamp:O2")
 """More of them, for one route: whatever the name, it is refused at the same place."""
 EACH_KIND = ("native:delayed", "ao:tensorwise", "msamp:O4", "native:delayed+msamp:O3", "te:delayed")
-"""What a route does with a name does not depend on the name."""
+"""Routes treat all names alike."""
 
 
-# The routes: (backend, output, folder) -> what is started
+# The routes: (backend, output, folder) -> the started command
 
 
 def launch_cpu(backend: str, output: str, folder: Path) -> Started:
@@ -89,7 +89,7 @@ def notebook(backend: str, output: str, folder: Path) -> Started:
 
 
 def torchrun_worker(backend: str, output: str, folder: Path) -> Started:
-    """One rank, which is a process group all the same; `test_launch_for_real.py` starts two."""
+    """Start one rank in a process group; `test_launch_for_real.py` starts two."""
     ranks = ("--nproc_per_node", "1", "--master_port", free_port())
     with environment(**by_hand(backend)), Intercepted() as intercepted:
         torchrun.main([*ranks, "-m", "fp8_backends.accelerate_plugin.worker", SCRIPT, output])

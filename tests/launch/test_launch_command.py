@@ -1,4 +1,4 @@
-"""`fp8-backends launch`: what it takes, what it refuses before any process starts, and what it would start."""
+"""Test `fp8-backends launch`: its options, refusals before any process starts, and commands."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """No library for FP8 that Accelerate knows, no default configuration file, a GPU, and every backend is taken
-    to run on it; a script in this folder."""
+    """Fake a machine without FP8 libraries or a default configuration file, with a GPU for every backend; create a
+    script in this folder."""
     import accelerate.commands.config.config_args
     import accelerate.commands.launch as stock
 
@@ -41,7 +41,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def recipe_of(started):
-    """What a worker makes of its environment."""
+    """Return a worker's recipe from its environment."""
     with environment(**started.environment):
         worker.ask_for_fp8()
         assert os.environ["ACCELERATE_MIXED_PRECISION"] == "fp8"
@@ -50,7 +50,7 @@ def recipe_of(started):
     return resolve(from_environment(started.environment))
 
 
-# What it takes
+# Accepted options
 
 
 OVERRIDDEN = {"override_linear_precision": (False, False, True)}
@@ -304,7 +304,7 @@ def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
     assert recipe_of(ours("--config_file", file, "--mixed_precision", "ao", "train.py")).name == "ao:tensorwise"
 
 
-# What it refuses, in one line, with exit code 2, before any process starts
+# Refusals, in one line, with exit code 2, before any process starts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Launchers that start real processes: one run for each kind, and scripts that look closely at where they are."""
+"""Start real processes by launchers: one run per kind, and scripts that inspect their surroundings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(output: Path) -> list[dict]:
     return [json.loads(file.read_text()) for file in sorted(output.parent.glob(f"{output.name}.*"))]
 
 
-# One real run for each launcher (the cold interpreter's is that of one process)
+# One real run for each launcher (the cold interpreter's is for one process)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path):
 
 @pytest.mark.nightly
 def test_a_cold_interpreter_needs_none_of_accelerates_libraries(tmp_path):
-    """The real command in a real Python, where Accelerate finds no library for FP8."""
+    """Run the real command in a real Python without FP8 libraries for Accelerate."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")
     gate = "import torch  # noqa: E402"
     text = Path(SCRIPT).read_text().replace(gate, f"{gate}\nfrom accelerate.utils import is_fp8_available")
@@ -128,7 +128,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A script with a neighbour, in a folder of its own."""
+    """Return a folder with a script and a neighbour module."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "curious.py").write_text(CURIOUS)
     (tmp_path / "scripts" / "neighbour.py").write_text("def double(x):\n    return 2 * x\n")
@@ -141,7 +141,7 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_script_finds_itself_as_under_python(folder):
-    """Everything it prints, its exit code included, is what it prints without us."""
+    """Compare all output and the exit code with a run without us."""
     script = os.path.join("scripts", "curious.py")
     plain = subprocess.run([sys.executable, script, "5", "--x"], cwd=folder, capture_output=True, text=True)
     command = [sys.executable, "-m", "fp8_backends.accelerate_plugin.worker", script, "5", "--x"]
@@ -187,7 +187,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
     if "Traceback" in done.stderr:
         before = done.stderr[: done.stderr.index("failing.py")]
         assert before.count("worker.py") == 3 and before.rpartition("worker.py")[2].count("  File ") == 1
-        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of what was leaked follows the error
+        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of leaks follows the error
         assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
@@ -243,7 +243,7 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
         ("model,optimizer 2 {}", "", 0, ""),
-        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
+        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # with a warning by the Accelerator
     ],
 )
 def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):

@@ -1,4 +1,4 @@
-"""The faults of stock Accelerate, through launchers: `launched_faults.py`, in one process that forks the workers."""
+"""Run the faults of stock Accelerate through launchers: `launched_faults.py` forks the workers in one process."""
 
 from __future__ import annotations
 

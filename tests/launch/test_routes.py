@@ -1,4 +1,4 @@
-"""Every way of launching a script, with backends of each kind: what arrives in the workers, and that it trains."""
+"""Launch a script on every route, with backends of each kind: check its recipe and its training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANKS = {
     "accelerate launch --multi_gpu": ("DDP", 2),
     "torchrun -m worker": ("DDP", 1),
 }
-"""Routes to process groups: what holds the model there, and how many ranks there are."""
+"""Routes to process groups: the wrapper of the model, and the number of ranks."""
 ALONE = ("alone", 1)
 OF_EVERY_BACKEND = "fp8-backends launch --cpu"
 KINDS = {
@@ -66,7 +66,7 @@ def test_backends_train_on_every_launch_route(routes, subtests, tmp_path):
 
 
 def check(route: str, backend: str, ranks: list[dict], asked: int, printed: str) -> None:
-    """`ranks`: what each rank wrote; `asked`: how many the launcher was asked for."""
+    """Compare `ranks`, the files of all ranks, with `asked`, the requested number."""
     recipe = fp8_backends.resolve(backend)
     if recipe.compute == "te" and route.startswith("fp8-backends launch"):
         assert (ranks, asked) == ([], 0) and refused(route, backend) in printed  # before any process starts
@@ -89,7 +89,7 @@ def check(route: str, backend: str, ranks: list[dict], asked: int, printed: str)
 
 
 def refused(route: str, backend: str) -> str | None:
-    """What is said where it must not train."""
+    """Return the expected refusal."""
     recipe = fp8_backends.resolve(backend)
     if recipe.compute == "te":
         return f"{recipe.name} cannot run here: TransformerEngine is not installed"

@@ -1,9 +1,9 @@
-"""A training script as people have them: nothing in it is about FP8, until it says at the end what happened.
+"""Train like a typical script: FP8 appears only in the report at its end.
 
     trained.py OUTPUT [--import] [--mixed_precision P] [--handler JSON] [--other_handlers] [--clip] [--blocks]
 
 Writes OUTPUT.RANK with the recipe, products, losses and surroundings of this rank. `--import` imports fp8_backends
-first, as a script must that runs under stock Accelerate's launcher.
+first, as scripts under stock Accelerate's launcher must.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS = 3
 
 
 def accelerator_arguments() -> dict:
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a CPU the script must say that ranks speak gloo
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a CPU the script must choose gloo
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at its first use
@@ -48,7 +48,7 @@ def accelerator_arguments() -> dict:
 
 
 class Blocks(nn.Module):
-    """Two blocks of one class, between layers that make the sizes fit."""
+    """Put two blocks of one class between layers that adapt the sizes."""
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 def blocks(count=11, spiked=()):
-    """A residual model; of what `up` reads in some blocks one channel is very large, with the same function in FP32."""
+    """Build a residual model; `up` reads one very large channel in some blocks, with the same function in FP32."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32) for _ in range(count)))
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_the_layer_that_errs_is_found_and_kept_out():
     assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
     worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
     assert worst.names == ("3.up",) and "3.up kept out" in str(advice)
-    # again on other batches, by a measure of its own
+    # again on other batches, by another measure
     check = GradientGap(model, batches(4)[2:], "bf16", squares)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
@@ -69,7 +69,8 @@ def test_the_layer_that_errs_is_found_and_kept_out():
 
 
 def unlike(magnitude):
-    """A model without norms, whose batches differ in magnitude: an amax of the last batch says nothing of the next."""
+    """Build a model without norms for batches of different magnitude: an amax of the last batch does not predict the
+    next."""
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 32))
     data = [x * magnitude ** (n % 2) for n, x in enumerate(batches(6))]
@@ -86,7 +87,7 @@ def test_the_scaling_that_helps_is_found():
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)
     assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
     assert [each.recipe.name for each in advice.trials] == ["native:delayed", "native:dynamic"]
-    # again on other batches, by a measure of its own
+    # again on other batches, by another measure
     check = GradientGap(model, data[2:4], advice.around, loss)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
@@ -106,7 +107,7 @@ def test_a_healthy_model_keeps_its_recipe():
 
 
 class Everything(nn.Module):
-    """Dropout, running statistics, a hook, a part that stays in evaluation: what a pass could leave a trace of."""
+    """Include every state a pass could change: dropout, running statistics, a hook, a part in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +122,7 @@ class Everything(nn.Module):
 
 
 def state_of(model, optimizer):
-    """Everything that a pass or a preparation could change, as comparable values."""
+    """Return every state that a pass or a preparation could change, as comparable values."""
     tensors = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
     tensors |= {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
     modules = [(type(m), m.training, sorted(m.__dict__), len(m._forward_hooks)) for m in model.modules()]
@@ -168,7 +169,7 @@ def test_the_gap_is_what_is_defined():
 
 
 class Keyed(nn.Module):
-    """Attention, to which a key's bias makes no difference."""
+    """Attend with a key bias of no effect."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +187,7 @@ def test_a_gradient_that_is_rounding_noise_does_not_count():
 
 
 def test_a_gradient_that_is_not_finite_is_an_infinite_gap():
-    """Planted in the loss: no recipe here makes one from finite numbers."""
+    """Plant it in the loss: no recipe here makes one from finite numbers."""
 
     def loss(model, x):
         is_fp8 = type(model[0].up) is not nn.Linear
@@ -239,7 +240,7 @@ def test_recipes_are_changed_in_one_thing():
     }
     rowwise = with_scaling(recipe, "rowwise")
     assert (rowwise.name, rowwise.exclude, rowwise.rounding) == ("native:rowwise+msamp:O2", ("a",), "nearest")
-    assert "margin" not in rowwise.given  # which rowwise does not read
+    assert "margin" not in rowwise.given  # unread by rowwise
     assert together(["a.0.q", "a.0.k"]) == "a.0.(q, k)" and together(["a.x", "b.x"]) == "a.x, b.x"
 
 

@@ -69,7 +69,7 @@ def test_a_model_dropped_inside_a_backward_leaves_no_profiler_on():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
 def test_gradients_of_one_model_add_up_over_threads(level, monkeypatch):
-    """One thread accumulates while another stores the gradient in FP8, slowed down here."""
+    """One thread accumulates while another, slowed down, stores the gradient in FP8."""
     training, alone = (cases.Training(f"native:dynamic+msamp:{level}") for _ in range(2))
     quantize, casting = levels.quantize, threading.Event()
 

@@ -1,5 +1,5 @@
-"""A backend in one file, with a field and a scaling rule of its own, through everything that a user can write: string,
-handler, dictionary, flag, YAML file and environment; and in the documentation's table."""
+"""Pass a one-file backend with its own field and scaling rule through every input: string, handler, dictionary, flag,
+YAML file and environment; and through the documentation's table."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ fp8_config: {backend: "mine:fine", headroom: 3}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a user stands who has installed the backend by pip."""
+    """Return the folder of a user with the backend installed by pip."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("work")
     (source / "setup.py").write_text("from setuptools import setup; setup()")
     (source / "setup.cfg").write_text(SETUP)

@@ -1,5 +1,5 @@
-"""Bad input ends in this package's error, which is short and names what is wrong: one class of fault after another, as
-`benchmarks/reliability/fuzz.py` found them."""
+"""End bad input in this package's error, short and with the fault's name: one class of fault after another, found by
+`benchmarks/reliability/fuzz.py`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_launch_names_the_file_and_the_key(tmp_path):
 
 
 def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
-    """The precision was left out of what `config` wrote, so that nothing trained in FP8."""
+    """Guard against a written file without precision, and a training without FP8."""
     path = tmp_path / "c.yaml"
     path.write_text(KEYS + "deepspeed_config: {deepspeed_config_file: ds.json}\n")
     assert config.read(str(path)).for_accelerate()["mixed_precision"] == "fp8"
@@ -91,7 +91,7 @@ def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
 
 
 def test_a_scaling_rule_without_a_backend_is_written(tmp_path):
-    """What `config` wrote was auto alone."""
+    """Guard against `config` writing only auto."""
     (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {scaling: rowwise}\n")
     assert config.read(str(tmp_path / "c.yaml")).for_accelerate()["fp8_config"] == {
         "backend": "auto",
@@ -226,7 +226,7 @@ def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said
 
 @pytest.mark.parametrize("value", [False, "False", "off", " OFF "])
 def test_a_bare_off_of_a_yaml_file_is_off(value):
-    """YAML reads it as False, which Accelerate's launcher exports as text."""
+    """YAML reads it as False, exported as text by Accelerate's launcher."""
     assert FP8RecipeKwargs(backend="native", guard=value).guard == "off"
     assert from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_GUARD": str(value)}).guard == "off"
 

@@ -1,4 +1,4 @@
-"""The chart row that each recipe promises."""
+"""Compare each recipe with its row of the chart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from fp8_backends import RecipeError, plan
 
-# MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), and O4; bytes added up by hand
+# MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), and O4; bytes added manually
 ROWS = {
     "native": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
     "te": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),

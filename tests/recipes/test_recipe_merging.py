@@ -1,4 +1,4 @@
-"""What code, flags, a YAML file and the environment say together, as recipe fields."""
+"""Merge code, flags, a YAML file and the environment into recipe fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TE_QUESTIONS = {
     "amax_compute_algorithm": "max",
     "override_linear_precision": [False, False, False],
 }
-"""What `accelerate config` writes for TransformerEngine when the user just presses Enter."""
+"""Answers of `accelerate config` for TransformerEngine when the user only presses Enter."""
 AO_QUESTIONS = {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
 MSAMP_QUESTIONS = {"backend": "MSAMP", "optimization_level": "O2"}
 

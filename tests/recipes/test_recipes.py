@@ -1,4 +1,4 @@
-"""Backend strings, recipe objects, and where else a recipe may come from."""
+"""Test backend strings, recipe objects, and other sources of a recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment
 from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {
-    # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
+    # exports of `accelerate launch --mixed_precision fp8`, for any backend
     "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL": "False",
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
@@ -165,7 +165,7 @@ def test_auto_says_in_one_line_what_it_chose_on_a_gpu(recorded, name, monkeypatc
 
 
 def test_auto_carries_the_fields_to_the_compute_that_takes_them(monkeypatch):
-    """Where no native training is on record, too, fields that only native reads mean native."""
+    """Fields read only by native select native, even for chips without a recorded native training."""
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
@@ -425,7 +425,7 @@ def test_ao_takes_a_config_and_names_its_scaling():
 
 
 def stock_te(cls=accelerate.utils.TERecipeKwargs, **fields):
-    """Accelerate's handler as it is after `__init__`, which raises where TransformerEngine is not installed."""
+    """Return Accelerate's handler after `__init__`, which raises without TransformerEngine."""
     handler = object.__new__(cls)
     filled = {
         "use_autocast_during_eval": False,
@@ -464,7 +464,7 @@ def test_accelerates_msamp_handler_means_the_same():
 
 
 def test_accelerates_deprecated_fp8_handler_means_the_same():
-    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 where stock leaves None."""
+    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 in place of stock's None."""
     stock = accelerate.utils.FP8RecipeKwargs
     assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
     assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "msamp:O1"
@@ -569,7 +569,7 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
     text = "(false, false, true)"
     whole = from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": text})
     assert whole.override_linear_precision == (False, False, True)
-    # what stock `accelerate launch` makes of the same string in YAML: its first three letters
+    # stock `accelerate launch` makes this of the same string in YAML: its first three letters
     with pytest.raises(RecipeError, match=r"OVERRIDE_FPROP=\(.*write a list"):
         from_environment(environment(BACKEND="native", OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a"))
 

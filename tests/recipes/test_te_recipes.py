@@ -1,4 +1,4 @@
-"""Recipe fields that TransformerEngine alone has, its recipe objects, and NeMo's names for the same fields."""
+"""Test recipe fields of TransformerEngine only, its recipe objects, and NeMo's names for the same fields."""
 
 from __future__ import annotations
 

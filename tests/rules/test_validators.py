@@ -1,4 +1,4 @@
-"""Each rule fires where it should, and only there."""
+"""Fire each rule for its setup, and only there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MI350 = Machine(chips.MI350, torch=(2, 13))
 
 
 class Large(nn.Sequential):
-    """4.3 billion parameters that take no memory."""
+    """Hold 4.3 billion parameters without memory."""
 
     def __init__(self, layers=16):
         super().__init__(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers)))
@@ -73,7 +73,7 @@ def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions():
 
 def test_wrapper_is_seen_through_the_model():
     class FSDPModule(nn.Linear):
-        """The name of the class that `fully_shard` mixes in."""
+        """Carry the name of the class mixed in by `fully_shard`."""
 
     assert "all_gather_without_fsdp2" not in rules(GATHERED, FSDPModule(8, 8))
     assert "ao_without_compile" not in rules("ao", torch.compile(nn.Linear(8, 8)))
@@ -155,7 +155,7 @@ def test_weights_in_fp8_are_whole_and_do_not_train():
     assert not te_rules(spec, model=model.requires_grad_(False))
 
 
-# Each rule on a row: where it fires, and a near miss
+# Each rule on a row: a setup that fires, and a near miss
 
 
 class Buffered(nn.Linear):
@@ -192,7 +192,7 @@ SHARED = {"tensor_parallel": 2}
 DS, FSDP1, FSDP2, DDP = ({"parallel": name} for name in ("deepspeed", "fsdp1", "fsdp2", "ddp"))
 
 CASES = [
-    # rule, (spec, setup) that fires, (spec, setup) that does not, what the finding says of this setup
+    # rule, (spec, setup) that fires, (spec, setup) that does not, words of the finding
     ("ao_without_compile", ("ao", {}), ("ao", {"compiled": "regional"}), ""),
     ("ao_without_compile", ("ao", {}), ("native", {}), ""),
     ("ao_ddp_full_compile", ("ao", {**DDP, "compiled": "full"}), ("ao", {**DDP, "compiled": "regional"}), ""),
@@ -261,7 +261,7 @@ CASES = [
     (
         "vocabulary_off_16",
         ("te", {"model": with_head(50257), "vocab_size": 50257}),
-        ("te", {"model": Large(), "vocab_size": 50257}),  # a classifier, which has no such head
+        ("te", {"model": Large(), "vocab_size": 50257}),  # a classifier, without such a head
         "50257",
     ),
     ("vocabulary_off_16", ("te:mxfp8", {"vocab_size": 50272 + 16 * 2 - 16}), ("te:mxfp8", {"vocab_size": 50304}), "32"),
@@ -297,7 +297,7 @@ def test_rule_fires_where_it_should_and_a_near_miss_does_not(rule, fires, near, 
 
 
 MACHINES = [
-    # rule, spec, machine that fires, machine that does not, what the finding says of the machine
+    # rule, spec, machine that fires, machine that does not, words of the finding
     ("emulated_here", "native:mxfp8", nvidia((9, 0)), nvidia((10, 0)), ""),
     ("emulated_here", "native:blockwise", nvidia((8, 9)), nvidia((9, 0)), ""),
     ("emulated_here", "native:blockwise", nvidia((9, 0), cuda=(12, 8)), nvidia((9, 0), cuda=(12, 9)), "CUDA 12.9"),
@@ -341,10 +341,10 @@ def test_rowwise_products_on_a_cpu_want_a_new_torch():
     assert "rowwise_cpu_torch" not in on_machine("ao:rowwise", nvidia((9, 0), torch=(2, 12)))
 
 
-# What training refuses
+# Refusals of training
 
 REFUSED = [
-    # rule, spec, setup that is refused, setup that is not, the cause
+    # rule, spec, refused setup, accepted setup, the cause
     ("level_deepspeed", "msamp:O2", DS, FSDP2, "with DeepSpeed, native:window trains in FP8"),
     ("level_fsdp1", "te+msamp:O1", FSDP1, FSDP2, ""),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, FSDP2, DDP, ""),
@@ -428,7 +428,7 @@ def test_patterns_that_match_nothing_are_findings():
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     spec = {"backend": "native", "exclude": ["q_proj"]}
     assert "no weight of this model matches 'q_proj'" in rules(spec, model)["recipe"].reason
-    assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm, which te swaps
+    assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm swapped by te
 
 
 def test_another_chip_is_judged_with_new_libraries(monkeypatch):

@@ -9,7 +9,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 LEVELS = ("O1", "O2", "O3", "O4")
 STORED = dict(zip(LEVELS, 2 * [torch.float16] + 2 * [torch.float8_e4m3fn], strict=True))
 ERRORS = {"O1": (11, 28), "O2": (11, 28), "O3": (11, 28), "O4": (12, 13)}
-"""The guide's table: 2**-first of a value of at least 2**-second of the amax, and as much of that for smaller ones."""
+"""The guide's table: 2**-first of a value of at least 2**-second of the amax, and the same error for smaller ones."""
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1),
@@ -53,7 +53,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_rounded(found: torch.Tensor, values: torch.Tensor, level: str) -> None:
-    """Assert that values are rounded as a level stores them."""
+    """Assert values rounded as a level stores them."""
     bits, least = ERRORS[level]
     error = (found.double() - values.double()).abs()
     assert (error <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())).all()

@@ -241,7 +241,7 @@ def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(
     states = optimizer.state_dict()["state"]
     for key, p in enumerate(parameters_of(optimizer)):
         for name, value in states[key].items():
-            stored = optimizer.state[p].get(name, p)  # a weight that BF16 cannot hold is saved as its own master
+            stored = optimizer.state[p].get(name, p)  # a weight beyond BF16 is saved as its own master
             is_scaled = isinstance(stored, ScaledTensor)
             assert type(value) is torch.Tensor and not value.is_meta, name
             assert torch.equal(value.float(), stored.exact(torch.float32) if is_scaled else stored), name

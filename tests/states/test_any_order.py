@@ -25,7 +25,7 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3", "O4")
 ERRORS = {"O4": 2.0**-11}
-"""What stochastic rounding takes from a weight at most, of itself or of 2**-6 of the amax."""
+"""Largest loss by stochastic rounding, relative to a value or to 2**-6 of the amax."""
 SEEDS = st.integers(0, 10**6)
 WHICH = st.sampled_from([0, 2])
 

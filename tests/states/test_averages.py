@@ -31,8 +31,8 @@ def assert_averages(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
-    """`inside`: made inside `plain_weights`, with plain weights. A plain twin takes the exact values of every step
-    (the masters at O3)."""
+    """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step (the masters at
+    O3)."""
     model, optimizer = prepared(backend)
     rule = get_ema_multi_avg_fn(0.999)
     if inside:
@@ -93,13 +93,13 @@ def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit
 
     stored = [type(p) for p in model.parameters()]
     average.store(model.parameters())
-    with fp8_backends.checkpoints.plain_weights(model):  # where the average is not rounded
+    with fp8_backends.checkpoints.plain_weights(model):  # with an unrounded average
         average.copy_to(model.parameters())
         assert_averages(dict(enumerate(model.parameters())), dict(enumerate(wanted.shadow_params)))
         average.restore(model.parameters())
     assert [type(p) for p in model.parameters()] == stored
     average.store(model.parameters())
-    average.copy_to(model.parameters())  # rounded to what the level stores
+    average.copy_to(model.parameters())  # rounded to the level's format
     assert not torch.equal(model[0].weight, alone[0].weight)
     average.restore(model.parameters())
     torch.testing.assert_close(values_of(model), values_of(alone), rtol=0, atol=0)

@@ -52,7 +52,7 @@ def train_with_a_scheduler(model, optimizer, seeds, released: bool) -> list[floa
         loss.backward()
         used = [p for name, p in model.named_parameters() if not name.startswith("unused")]
         assert not released or all(map(is_dropped, (p.grad for p in used)))
-        model.unused.weight.grad = torch.full((64, 64), 0.01)  # by hand: `step` makes what is left
+        model.unused.weight.grad = torch.full((64, 64), 0.01)  # manually: `step` handles the remaining ones
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -158,7 +158,7 @@ def test_bytes_of_gradients_are_none():
     assert (plan.bytes_per_element, plan.weight_gradient) == (5, "FP8, released")
 
 
-# What is refused
+# Refusals
 
 
 def test_a_second_backward_before_the_step_is_refused():
@@ -199,7 +199,7 @@ def test_uses_of_a_dropped_gradient_are_refused(stepped):
 
 
 def test_a_gradient_cleared_before_the_step_is_refused():
-    """Without gradient release the parameter would be left out of the step."""
+    """Without gradient release the step would skip the parameter."""
     for clear in (lambda model: setattr(model[0].weight, "grad", None), nn.Module.zero_grad):
         model, optimizer = prepared("O2", gradient_release=True)
         loss_of(model, 0).backward()

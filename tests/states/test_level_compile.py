@@ -10,13 +10,13 @@ import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 STEPS = 20
-"""More than the 16 steps after which a window's scales are delayed."""
+"""More than the 16 steps before a window's delayed scales."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [nightly("O2"), "O4"])
 def test_compiled_training_equals_eager_training(level):
-    """O2 has weights in FP16, as O1; O4 has codes and what makes them exact, as O3."""
+    """O2 keeps FP16 weights, like O1; O4 keeps codes and residuals, and O3 codes and masters."""
     torch._dynamo.reset()
     graphs = []
 

@@ -186,7 +186,7 @@ def test_restore_gives_plain_layers_with_the_values_of_this_moment(level):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True))
     loss_of(model, 0).backward()
     assert type(weight.grad) is torch.Tensor and not model[0]._state_dict_hooks
-    optimizer.step()  # it goes on with the plain weight
+    optimizer.step()  # it continues with the plain weight
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 

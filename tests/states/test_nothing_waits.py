@@ -31,11 +31,11 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3")
 NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
-"""Operations for whose result the host waits."""
+"""Operations with a result awaited by the host."""
 
 
 class Meter(TorchDispatchMode):
-    """Record operations that make the host wait for the device, and count device operations except views."""
+    """Record operations with a host synchronization, and count device operations except views."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ScaledTensor) for kind in types):
-            return NotImplemented  # it first says what it does on what it stores
+            return NotImplemented  # it first reports its own work on stored values
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         on_device = "meta" in devices((args, kwargs))
         if name in NUMBERS and on_device:
@@ -80,7 +80,7 @@ def devices(values) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def autocast_is_off_on_meta(monkeypatch):
-    """PyTorch raises if asked about autocast on meta."""
+    """Disable autocast on meta, where PyTorch raises."""
     asked = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and asked(*device))
 
@@ -120,7 +120,7 @@ def first_step(model, optimizer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
 def test_a_step_waits_for_nothing(backend):
-    """Two microbatches, a clip and the optimizer's step; in FP32, so that PyTorch steps the norms."""
+    """Run two microbatches, a clip and the optimizer's step; in FP32, since then PyTorch steps the norms."""
     model, optimizer = prepared(backend, layers=1, dtype=torch.float32)
     first_step(model, optimizer)
     with metered() as meter:

@@ -51,7 +51,7 @@ def test_it_is_handed_over(stub_msamp):
 
 
 def test_accelerate_hands_it_over(stub_msamp):
-    AcceleratorState._reset_state(reset_partial_state=True)  # of another precision, where another test was before
+    AcceleratorState._reset_state(reset_partial_state=True)  # another precision, after an earlier test
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""TransformerEngine for the processes that these tests start; pytest's own process never has it."""
+"""Provide TransformerEngine to the processes started by these tests; pytest's own process never has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import installing
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = [] if "TE_SITE" in os.environ else ["inside"]  # run by test_inside.py, in a process of their own
+collect_ignore = [] if "TE_SITE" in os.environ else ["inside"]  # run by test_inside.py, in a separate process
 
 
 @pytest.fixture(scope="session")

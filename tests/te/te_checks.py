@@ -38,7 +38,7 @@ SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), 
 
 
 def own_batches() -> list[torch.Tensor]:
-    """Return batches of this rank, larger by its number, so that amaxes differ."""
+    """Return batches of this rank, scaled by its number for different amaxes."""
     return [batch * (1 + dist.get_rank()) for batch in BATCHES]
 
 
@@ -95,7 +95,7 @@ def check_losses_equal_those_of_te_linear_under_fsdp2():
 
 
 def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
-    """To the bit; but at a level under FSDP2, whose shards of a gradient have scales of their own, and are others."""
+    """Match bitwise, except at a level under FSDP2, with different shards of a gradient and their own scales."""
     for wrap in (DistributedDataParallel, sharded):
         for spec in ("te:delayed", "te:blockwise", "te:dynamic+msamp:O3"):
             found = []
@@ -116,8 +116,8 @@ def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
 
 
 def check_experts_train_alike_under_ddp_and_fsdp2():
-    """Experts alone: under FSDP2 `te.Linear` casts its weight again in backward, by the scales of the next step. At a
-    level a shard's gradient has a scale of its own."""
+    """Use only experts: under FSDP2 `te.Linear` casts its weight again in backward, by the scales of the next step. At
+    a level a shard's gradient has its own scale."""
     for backend, gap in (("te:delayed", 0), ("te:dynamic+msamp:O4", 1e-3)):
         found = {}
         for wrap in (expert_checks.in_ddp, expert_checks.in_fsdp2):
@@ -130,8 +130,8 @@ def check_experts_train_alike_under_ddp_and_fsdp2():
 
 
 def check_experts_on_their_ranks_have_the_numbers_of_one_process():
-    """Also where a rank has no tokens; with delayed scales they stay in high precision, and it says why. Weights'
-    gradients up to one bf16 unit: where an operand lies in memory may change the order of an FP32 sum."""
+    """Include a rank without tokens; with delayed scales experts stay in high precision with a reason. Weights'
+    gradients match up to one bf16 unit: an operand's address may change the order of an FP32 sum."""
     for scaling, numbers in (("dynamic", (40, 7)), ("blockwise", (0, 24)), ("dynamic+msamp:O2", (0, 24))):
         tokens = routed(sum(numbers), 0, torch.bfloat16)
         dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -143,7 +143,7 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process():
         for name, parameter in root.experts.named_parameters():
             gradient = one.experts.get_parameter(name).grad
             if isinstance(gradient, ScaledTensor):
-                continue  # a rank's has a scale of its own
+                continue  # a rank's has another scale
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4)
     with pytest.raises(FP8BackendError, match="mix the amaxes of different experts"):
         expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
@@ -164,7 +164,7 @@ def check_recomputation_under_fsdp2_changes_no_loss():
 
 
 def check_delayed_scales_in_a_pipeline_are_refused():
-    """Else a stage would wait for amaxes of a rank that waits for that stage's output."""
+    """Avoid a deadlock: one stage would wait for amaxes of a rank waiting for that stage's output."""
     for spec, said in (
         ("te:delayed", pytest.raises(RecipeError, match="not go with a pipeline")),
         ("te:dynamic", nullcontext()),
@@ -203,7 +203,7 @@ def check_ranks_that_run_different_layers_agree_on_the_scales_of_each():
 
 
 def accelerator(engine: str, **fields) -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)  # another engine may have been said before
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier notice may name another engine
     GradientState._reset_state()
     arguments = engine_arguments(engine, 1.0, 1)
     handlers = [TERecipeKwargs(**fields), *arguments.pop("kwargs_handlers", [])]

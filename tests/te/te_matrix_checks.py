@@ -1,4 +1,4 @@
-"""The cells of the matrix that are TransformerEngine's, over the stand-in."""
+"""Check TransformerEngine's cells of the matrix, over the stand-in."""
 
 from __future__ import annotations
 

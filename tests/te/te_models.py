@@ -1,4 +1,4 @@
-"""A small model, its training loop, and the same loop written by hand with TransformerEngine's own classes."""
+"""Share a small model, its training loop, and the same loop written with TransformerEngine's own classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(recompute: bool | None = None) -> Model:
 
 
 class Adapted(nn.Module):
-    """A frozen model behind an adapter that trains."""
+    """Put a trainable adapter before a frozen model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def losses(made, optimizer, batches=BATCHES, accumulate: int = 1) -> list[float]
 
 
 def of_te_linear() -> Model:
-    """The same model made of `te.Linear`, with its weights copied. `enter_fp8` belongs around its forward."""
+    """Return the same model of `te.Linear`, with its weights copied. `enter_fp8` belongs around its forward."""
     made = model()
     for parent in list(made.modules()):
         for name, layer in list(parent._modules.items()):

@@ -1,6 +1,6 @@
-"""The tests of `inside`, which need TransformerEngine's Python: one process with the stand-in for its compiled part.
+"""Run the tests of `inside` in one process, with TransformerEngine's Python over the stand-in for its compiled part.
 
-By hand: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of requirements.txt in FOLDER.
+Directly: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of requirements.txt in FOLDER.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmarks that need TransformerEngine, over the stand-in: they find parity, and they see what breaks it."""
+"""Run the benchmarks of TransformerEngine over the stand-in: they find parity, and detect faults."""
 
 from __future__ import annotations
 

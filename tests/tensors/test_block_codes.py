@@ -15,7 +15,7 @@ from fp8_backends.tensors.block_codes import BlockCodes
 
 
 def made(rows: int = 200, columns: int = 300, dtype: torch.dtype = torch.float32) -> BlockCodes:
-    """Return random codes with scales that are not powers of two."""
+    """Return random codes with scales other than powers of two."""
     generator = torch.Generator().manual_seed(0)
     codes = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) * 1e-3 + 1e-4
@@ -117,7 +117,7 @@ def test_a_view_is_read_as_that_of_the_plain_values_and_its_copies_are_plain(vie
     copied = seen + 0
     assert type(copied) is torch.Tensor and torch.equal(copied.zero_(), torch.zeros_like(plain))
     if isinstance(seen, BlockCodes):
-        seen.data = seen.data  # changes nothing, as asked
+        seen.data = seen.data  # changes nothing, as requested
     else:
         for copied in (copy.deepcopy(seen), seen.clone(), saved_and_loaded(seen)):
             assert type(copied) is torch.Tensor and torch.equal(copied, plain)

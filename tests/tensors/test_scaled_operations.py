@@ -1,4 +1,4 @@
-"""PyTorch's whole operator list over weights in scaled precision, beside plain tensors of the same values.
+"""Run PyTorch's whole operator list over weights in scaled precision and plain tensors of the same values.
 
 Each operation in place, each with `out=`, and each view, through each way to a weight's values, stores the plain
 result or is refused by our error.
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
-# PyTorch's own tests forbid the process to set such flags as `torch.backends.mkldnn.enabled`; other tests here do
+# PyTorch's own tests forbid flags such as `torch.backends.mkldnn.enabled` in the process; other tests here set them
 with getattr(torch.backends, "__allow_nonbracketed_mutation")():
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
@@ -29,7 +29,7 @@ with getattr(torch.backends, "__allow_nonbracketed_mutation")():
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SAMPLES = 5
-"""Samples of each operation, of those that PyTorch's own tests use."""
+"""Samples per operation, out of those in PyTorch's own tests."""
 LEVELS = ("O2", "O3", "O4")
 CHANGE_THE_SHAPE = {"as_strided_", "resize__", "resize_as__", "squeeze_", "t_", "transpose_", "unsqueeze_"}
 CHANGE_THE_SHAPE |= {"addbmm_", "nn.functional.dropout3d_"}  # with some of their samples
@@ -55,7 +55,7 @@ WAYS = {
 
 
 def samples_of(operation, count: int = SAMPLES) -> list:
-    # which test asks is looked up on the stack, twice for an operation and at the cost of all that this test does
+    # the calling test is looked up on the stack, twice per operation, at the cost of this whole test
     nobody_asks = [mock.patch.object(each, "extract_test_fn", lambda: None) for each in (common_utils, core)]
     with nobody_asks[0], nobody_asks[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
     level = {None: "O2", torch.int8: "O4"}.get(getattr(weight.rest, "dtype", None), "O3")
     values, (_, as_rounded) = weight.detach().exact(), weight_of(plain, level)
     if values.shape != plain.shape or not torch.isfinite(plain).all():
-        return same(values, plain)  # one scale for all: what is not finite makes all the data NaN
+        return same(values, plain)  # one scale for all: a non-finite value makes all the data NaN
     follows = torch.equal(weight.dequantize(), weight_of(values, level)[0].dequantize())
     return follows and (same(values, plain) or torch.equal(values, as_rounded))
 
@@ -178,7 +178,7 @@ def test_a_result_that_is_written_out_is_stored_or_refused():
                 see, (weight, plain) = WAYS[way], weight_of(torch.ones_like(result), level)
                 theirs, ours = (outcome(functools.partial(write_out, apply, see, p)) for p in (plain, weight))
                 walk.compare(f"{operation.name}(out=)", f"through {way} at {level}", weight, plain, ours, theirs)
-    walk.conclude(refused={"matmul(out=)"})  # it resizes what it writes to
+    walk.conclude(refused={"matmul(out=)"})  # it resizes its output
 
 
 def write_out(apply, see, target):
@@ -187,7 +187,7 @@ def write_out(apply, see, target):
 
 @pytest.mark.slow
 def test_a_view_is_written_through_or_refused():
-    """Includes every operation with a view as its result, or an output that shares memory."""
+    """Include every operation that returns a view, or an output sharing memory."""
     walk = Walk()
     for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
         for number, sample in enumerate(samples_of(operation, 2)):
@@ -222,7 +222,7 @@ FOREACH = [name for name in dir(torch) if name.startswith("_foreach_") and name.
 
 @pytest.mark.parametrize("name", FOREACH)
 def test_a_list_of_tensors_is_changed_one_by_one(name):
-    """Weights, bf16 ones among them, beside plain parameters."""
+    """Mix weights, bf16 ones included, with plain parameters."""
     function = getattr(torch, name)
     torch.default_generator.manual_seed(0)
     x = [torch.rand(4, 4) + 0.5 for _ in range(3)]

@@ -54,7 +54,7 @@ FORMS = {
     "with a master": lambda x: weights("O3", x).detach(),
     "roots in blocks": lambda x: quantize(x.abs(), ROOT8, block_size=16),
 }
-"""How values are stored: by the levels' weights and by their optimizer states."""
+"""Storage of values: by the levels' weights and by their optimizer states."""
 
 
 # Quantizing
@@ -65,7 +65,7 @@ FORMS = {
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, bad):
-    """A given amax, such as agreed on by ranks, takes the plain operations."""
+    """Plain operations handle a given amax, such as one synchronized over ranks."""
     x = values(rows, 64).mul_(torch.logspace(-4, 0, 64)).to(dtype)
     if bad is not None:
         x[2, 7] = bad
@@ -82,7 +82,7 @@ def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, b
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.3, -0.7, 0.0, float("inf")])
 def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
-    """After microbatches, a loss scale and a clip."""
+    """Include microbatches, a loss scale and a clip."""
     total = quantize(values(rows, 64), E4M3)
     total.accumulates = True
     total.add_(values(*total.shape, seed=1)).mul_(torch.tensor(factor))
@@ -172,7 +172,7 @@ def test_logical_dtype_is_the_parameters_and_fp32_for_fp16(dtype):
     assert quantize(values(4, 4).half(), FP16).dtype == torch.float32
 
 
-# The scale alone
+# The scale only
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -352,7 +352,7 @@ def test_values_leave_as_those_of_a_tensor_do(level):
 
 
 def test_a_parameter_made_anew_is_one():
-    """Accelerate moves parameters so: `type(parameter)(values, requires_grad=...)`."""
+    """Accelerate moves parameters by `type(parameter)(values, requires_grad=...)`."""
     weight = weights("O2", values(8, 8))
     assert ScaledTensor(weight.to("cpu", copy=True), requires_grad=False).codes.dtype == FP16
     plain = ScaledTensor(values(8, 8), requires_grad=True)
@@ -375,12 +375,12 @@ def test_a_residual_is_a_part_of_its_weight():
             assert torch.equal(other.exact(), plain[name])
     t.detach()[2:5].mul_(1.1)
     assert torch.equal(t[2:5].exact(), exact[2:5] * 1.1) and torch.equal(t[:2].exact(), exact[:2])
-    moved = t.detach().t().to("cpu", copy=True)  # what was edited lies as the data do
+    moved = t.detach().t().to("cpu", copy=True)  # edited values have the layout of the data
     assert torch.equal(moved[1].exact(), t[:, 1].exact())
 
 
 def test_a_weight_takes_exact_values_of_any_other_form():
-    """Copies between models at other levels, such as by `load_state_dict`."""
+    """Copy between models at other levels, as `load_state_dict` does."""
     x = values(16, 16, spread=0.02)
     for source in LEVELS:
         for target in LEVELS:
@@ -394,7 +394,7 @@ def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(
     owner, other = weights(level, values(8, 8)).detach(), weights(level, values(8, 8)).detach()
     owner.shared_out = other.shared_out = True
     other.rest, other.elsewhere = None, Elsewhere(0, storage)
-    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9  # values that two roundings may round apart
+    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9  # values that two roundings may round differently
     for source in (values(8, 8, seed=1), ties, ties.bfloat16(), *(weights(each, ties).detach() for each in LEVELS)):
         owner.copy_(source)
         other.copy_(source)
@@ -591,7 +591,8 @@ def test_a_module_moves_and_changes_dtype_with_its_weight_scaled(level):
 
 
 def test_asked_for_a_dtype_a_state_becomes_plain():
-    """Stock `Optimizer.load_state_dict` casts states so: a low-precision state loads into plain training by value."""
+    """Stock `Optimizer.load_state_dict` casts states like this: a low-precision state loads into plain training by
+    value."""
     state = quantize(values(8, 8), E4M3)
     assert state.to(torch.float32) is state and type(state.to(torch.bfloat16)) is torch.Tensor
     state.is_state = True

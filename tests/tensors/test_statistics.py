@@ -72,7 +72,7 @@ def agrees(cast, scale):
     assert (ours.nonzero, ours.flushed, ours.saturated) == tuple(found[n] for n in ("nonzero", "flushed", "saturated"))
     assert ours.binades == binades and ours.amax == cast.values.abs().max()
     assert ours.signal == pytest.approx(found["signal"], rel=1e-6)
-    # of FP32 numbers: the inverse of the scale, the value after the cast and its distance are rounded to 2**-24
+    # rounded FP32 numbers: the inverse of the scale, the value after the cast and its distance, to 2**-24
     rounding = 2.0**-22 * math.sqrt(found["signal"])
     assert abs(math.sqrt(ours.noise) - math.sqrt(found["noise"])) <= rounding
 
@@ -95,7 +95,7 @@ def values(seed, rows, columns, spread, dtype=torch.float32):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_counts_are_those_of_numpy(seed, shape, spread, exponent, fmt, dtype):
-    """Scales that fit, clip or flush, and powers of two with exact ties."""
+    """Include fitting, clipping and flushing scales, and powers of two with exact ties."""
     x = values(seed, *shape, spread, dtype)
     amax = tensor_amax(x)
     for scale in (scale_from_amax(amax, fmt), torch.tensor(2.0**exponent)):

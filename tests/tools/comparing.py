@@ -82,7 +82,7 @@ class InProcess(Comparison):
 
 
 class Silent:
-    """Shows nothing."""
+    """Print nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None
@@ -109,7 +109,7 @@ def planted(fault: str, folder: Path, *backends: str, **changes) -> Comparison:
 
 
 def freeze(weight: nn.Parameter, optimizer) -> None:
-    """Hide a weight from the optimizer, as when a conversion makes a new Parameter."""
+    """Hide a weight from the optimizer, like a conversion with a new Parameter."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
 
@@ -140,7 +140,7 @@ class _Tags(HTMLParser):
 
 
 def check_page(html: str) -> None:
-    """Check that a page is one well-formed file without scripts and outside references."""
+    """Check a page: one well-formed file without scripts and outside references."""
     tags = _Tags()
     tags.feed(html)
     assert not tags.open

@@ -42,7 +42,7 @@ def test_python_dash_m_refuses_an_unknown_command():
 
 @pytest.mark.nightly
 def test_messages_of_torchao_at_its_import_are_hidden():
-    """In a new interpreter, since a library prints them once. The only line is the command's own."""
+    """Use a new interpreter, since a library prints them once. The only line is the command's own."""
     ask = """if True:
         import sys
         from fp8_backends.tools.main import main
@@ -167,7 +167,7 @@ def test_chart_agrees_with_the_plan(capsys):
         assert level.optimizer == "+".join(plan.optimizer_states)
     assert measured["native:dynamic (O0)"].transient_bytes_per_element == 1  # the E4M3 copy
     levels = [measured[f"msamp:{level}"] for level in ("O1", "O2", "O3", "O4")]
-    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]  # O3's weight is that copy
+    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]  # O3's weight is this copy
     assert [level.accumulation_bytes_per_element for level in levels] == [3] * 4
     assert [level.master for level in levels] == ["–", "–", "FP16", "INT8"]
     assert main(["chart", "--json"]) == 0

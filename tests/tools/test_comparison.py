@@ -95,10 +95,10 @@ def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, t
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     for text in ((tmp_path / "report.html").read_text(), printed):
         assert "Terminated early: interrupted by SIGTERM. So far " in " ".join(text.split())
-    # the command, and of two backends torchrun and its ranks; each forked one with the process that asked for it
+    # the command, and of two backends torchrun and its ranks; each forked one with its requesting process
     of_each = 1 if warm_process.python() == sys.executable else 2
     assert len(running) >= of_each * (1 + 2 * (1 if ranks == 1 else 1 + ranks))
-    deadline = time.monotonic() + 10  # those that were forked end with those that asked, not before
+    deadline = time.monotonic() + 10  # forked processes end with their requesters, not before
     while _processes_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _processes_in(tmp_path)
@@ -333,7 +333,7 @@ def test_a_short_text_has_fewer_held_out_windows(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "fitting"),
     [
-        (1000, (80, 5)),  # all that was asked for
+        (1000, (80, 5)),  # the whole request
         (400, (80, 5)),
         (399, (80, 4)),
         (240, (80, 3)),

@@ -1,4 +1,4 @@
-"""Test `fp8-backends config`: the meaning of files, and that Accelerate accepts the written ones."""
+"""Test `fp8-backends config`: the meaning of files, and files accepted by Accelerate."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def asked(tmp_path):
 
 
 def exported(path, *flags):
-    """Return the environment of the stock launcher for that file."""
+    """Return the environment of the stock launcher for a file."""
     args = stock.launch_command_parser().parse_args(["--config_file", str(path), *flags, "script.py"])
     args, defaults, from_file = stock._validate_launch_command(args)
     if args.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        assert "mixed_precision" not in fields  # DeepSpeedPlugin refuses it beside a file of DeepSpeed's
+        assert "mixed_precision" not in fields  # DeepSpeedPlugin refuses it together with a file of DeepSpeed's
         return stock_environments.prepare_deepspeed_cmd_env(args)[1]
     if args.use_fsdp or args.multi_gpu:
         return stock_environments.prepare_multi_gpu_env(args)
@@ -127,7 +127,7 @@ def test_the_wizards_all_gather_is_left_out_without_fsdp2(asked):
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "none", "full"),
         ({"dynamo_config": {"dynamo_backend": "inductor", "use_regional_compilation": True}}, "none", "regional"),
         ({"dynamo_config": {"dynamo_backend": "NO"}}, "none", "none"),
-        ({"dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "none", "none"),  # which makes no kernels
+        ({"dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "none", "none"),  # without kernels
     ],
 )
 def test_engine_and_compilation_of_an_accelerate_file(asked, values, parallel, compiled):
@@ -288,7 +288,7 @@ def test_yaml_goes_to_standard_output_and_explanations_to_standard_error(axolotl
     printed = capsys.readouterr()
     written = read(str(axolotl), processes=8).for_accelerate()
     assert yaml.safe_load(printed.out) == written
-    message = "is not a valid FP8BackendType"  # which names no way out, so the file does
+    message = "is not a valid FP8BackendType"  # it names no fix, so the file does
     with pytest.raises(ValueError, match=message):
         FP8BackendType(written["fp8_config"]["backend"])
     assert printed.out.startswith("# For `fp8-backends launch`") and message in printed.out

@@ -110,7 +110,7 @@ def test_a_model_of_images_has_no_sequence(tmp_path, capsys):
     assert code == 2 and "reads images" in printed.err and not printed.out
     code, printed = printed_by(capsys, str(tmp_path), "--chip", "h100", "--backend", "bf16,ao")
     assert code == 0 and "on each 1 image of 224 x 224 pixels" in printed.out
-    assert "\nacts " in printed.out and "\nother " not in printed.out  # what has no column is not explained
+    assert "\nacts " in printed.out and "\nother " not in printed.out  # missing columns are not explained
     words = " ".join(printed.out.split())
     assert "ao:tensorwise: no layer of this model can run in FP8: convolution: " in words
     assert "8 -> 2 are not multiples of 16" in words

@@ -1,7 +1,7 @@
 """Compare estimates with live trainings.
 
 Bounds, as promised to users: static bytes 3 %, peaks 10 %. Measured ratios are within 0.3 % here, and at 4 % for the
-peak of TorchAO, whose kernels allocate for themselves.
+peak of TorchAO with its kernels' own allocations.
 """
 
 import functools
@@ -112,8 +112,8 @@ def trained(shape, backend, batch, sequence):
     found = audit(model, optimizer)
     static = sum(found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer"))
     parameters = sum(p.numel() for p in model.parameters())
-    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # which `audit` adds to weights
-    names = {*found.products}  # of modules, for experts of Parameters
+    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # added to weights by `audit`
+    names = {*found.products}  # counts of modules, for experts of Parameters
     converted = sum(p.numel() for n, p in model.named_parameters() if {n, n.removesuffix(".weight")} & names)
     optimizer.zero_grad()
     step()
@@ -174,7 +174,7 @@ def test_growth_from_a_few_layers_matches_the_whole_model(config, checkpointing,
         whole = estimates.trace_model(workload, recipe, "none", recipe.name, shape.with_layers(layers), batch)
         grown = growth.at(layers, batch)
         assert grown.resting == whole.resting and grown.saved["gradients"] == whole.saved["gradients"]
-        assert grown.saved == pytest.approx(whole.saved, rel=saved)  # scales that layers share, some bytes each
+        assert grown.saved == pytest.approx(whole.saved, rel=saved)  # scales shared by layers, some bytes each
         assert grown.sizes == pytest.approx(whole.sizes)
         assert estimates.highest(grown)[1] == pytest.approx(estimates.highest(whole)[1], rel=peak)
 
@@ -249,7 +249,7 @@ def test_largest_model_and_batch_fit_and_one_more_does_not():
 
 @pytest.mark.nightly
 def test_ranks_hold_their_share():
-    """Of an element of a scaled weight O3 shards 5 of 7 bytes under DDP and O4 3 of 5; FSDP2 shards everything."""
+    """O3 shards 5 of 7 bytes per scaled weight element under DDP, and O4 3 of 5; FSDP2 shards everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O3", "msamp:O4"], ["none", "ddp", "fsdp2"])
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))

@@ -86,7 +86,7 @@ def results(measured):
 
 
 def set_gaps(results, *gaps):
-    """Let the held-out losses of as many seeds differ by so much."""
+    """Shift the held-out losses by one gap per seed."""
     found = results["backends"]
     first = {name: found[name]["runs"][0] for name in ("bf16", "native:dynamic")}
     for name, run in first.items():

@@ -73,14 +73,14 @@ def test_peak_memory_falls_where_inputs_are_saved_in_fp8(tmp_path):
 def test_bytes_per_parameter_include_copies(comparison):
     rows = {row["backend"]: row["bytes_per_parameter"] for row in comparison.results["summary"]["rows"]}
     assert rows["fp32"] == pytest.approx(16)
-    # bf16 copies are 2 bytes a Linear element, E4M3 copies 1; rows differ by that much of the converted share
+    # bf16 copies are 2 bytes a Linear element, E4M3 copies 1; rows differ by this much of the converted share
     assert rows["msamp:O2"] < rows["msamp:O3"] < rows["ao:tensorwise"]
     assert 16 < rows["ao:tensorwise"] < rows["native:dynamic"] < rows["bf16"] < 18
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", nightly("msamp:O2")])
 def test_a_frozen_layer_fails(tmp_path, backend):
-    # storing a weight in FP16 rounds it: that is no movement
+    # storing a weight in FP16 rounds it without moving it
     comparison = planted("frozen", tmp_path, backend, seeds=1)
     passed = checks_by_name(comparison, backend)
     assert not passed[MOVED] and passed[GRADIENTS] and comparison.failed

@@ -1,4 +1,4 @@
-"""Axolotl's way to FP8: Trainer's function, compiled anew from a text that passes more arguments to Accelerator."""
+"""Follow Axolotl's way to FP8: compile Trainer's function again from a text with more arguments for Accelerator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BUILDS = "self.accelerator = Accelerator(**args)"
 
 @pytest.fixture
 def compiled_anew(monkeypatch):
-    """Trainer with `args.update(self.more_arguments(args))` before the line that builds the Accelerator. The function
-    lives in a module of another name, as in Axolotl."""
+    """Insert `args.update(self.more_arguments(args))` before Trainer's line with the Accelerator. As in Axolotl, the
+    function lives in a module of another name."""
     text = textwrap.dedent(inspect.getsource(Trainer.create_accelerator_and_postprocess))
     assert text.count(BUILDS) == 1
     text = text.replace(BUILDS, f"args.update(self.more_arguments(args)); {BUILDS}")
@@ -61,7 +61,7 @@ def test_every_weight_trains_in_fp8_over_bf16(recipe, replaces, compiled_anew, m
 
 
 def test_a_field_of_the_config_that_nothing_reads_changes_nothing(compiled_anew, monkeypatch, tmp_path):
-    """Axolotl sets `force_recompute_fp8_weight_in_bwd`, which torchao reads no more."""
+    """Axolotl sets `force_recompute_fp8_weight_in_bwd`, unread by recent torchao."""
     losses = []
     for value in (False, True):
         monkeypatch.setattr(Asks, "config", Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value))
@@ -80,7 +80,7 @@ def test_gathering_in_fp8_without_fsdp2_is_refused(compiled_anew, monkeypatch, t
 
 
 def test_routers_stay_in_high_precision_without_a_patch():
-    """What Axolotl wraps the conversion for."""
+    """Axolotl wraps the conversion for this purpose."""
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "gate_proj": torch.nn.Linear(32, 32)})
     fp8_backends.prepare(model, None, "ao")
     assert list(fp8_backends.audit(model).products) == ["gate_proj"]

@@ -13,7 +13,7 @@ OPTIONS = {
     "accumulation": ({"gradient_accumulation_steps": 2}, True),
     "label smoothing": ({"label_smoothing_factor": 0.1}, False),
 }
-"""Options of Trainer, and whether its loss does without logits: its label smoother takes their logarithms itself."""
+"""Options of Trainer, and True if its loss needs no logits: its label smoother takes their logarithms itself."""
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""Liger's kernels: norms and activations that are swapped on the instance, and a loss that reads the head's weight.
+"""Imitate Liger's kernels: norms and activations swapped on the instance, and a loss that reads the head's weight.
 
-Liger itself needs Triton. What it does to a model is done here in PyTorch: the model's forward is replaced on the
-instance, and the fused loss multiplies by `lm_head.weight`, past the module.
+Liger needs Triton. Here PyTorch makes the same changes: the model's forward is replaced on the instance, and the fused
+loss multiplies by `lm_head.weight`, past the module.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_a_head_that_is_named_and_passed_by_is_said_and_not_counted(launched, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["msamp:O2", "msamp:O3"])
 def test_a_head_in_scaled_precision_is_read_as_plain_values(backend, launched, tmp_path):
-    """Level weights are ScaledTensors: what multiplies by them outside of their layer gets their values."""
+    """Level weights are ScaledTensors: products outside their layer get the values."""
     launched(backend, include="*_proj,lm_head")
     model = with_kernels()
     trainer = trainer_for(tmp_path, model, bf16=True)

@@ -17,7 +17,7 @@ BATCH = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
 class Net(lightning.LightningModule):
     left_out = ()
-    """Batches for which `training_step` returns None."""
+    """Batches with None from `training_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ def test_gradients_are_clipped_and_a_batch_may_be_left_out():
 
 
 def test_evaluation_runs_before_training_and_after_it():
-    plugin, model = FP8Precision("msamp:O4"), Net()  # in inference mode, where composite operations come whole
+    plugin, model = FP8Precision("msamp:O4"), Net()  # in inference mode, with undecomposed composite operations
     trainer = lightning.Trainer(plugins=[plugin], accelerator="cpu", max_steps=1, **QUIET)
     loader = torch.utils.data.DataLoader(BATCH, batch_size=16)
     trainer.validate(model, loader, verbose=False)
     trainer.fit(model, loader)
     trainer.validate(model, loader, verbose=False)
-    assert len(set(model.losses)) == 3  # no, one loss of training, and what one step has changed
+    assert len(set(model.losses)) == 3  # no, one training loss, and the changes of one step
 
 
 def test_what_cannot_be_is_refused_by_name():

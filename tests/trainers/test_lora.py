@@ -1,4 +1,4 @@
-"""PEFT's LoRA in Trainer: a frozen base in FP8, adapters in high precision that train."""
+"""Train PEFT's LoRA in Trainer: a frozen base in FP8, adapters in high precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trained(folder, model=None, **given):
     return trainer
 
 
-# bytes of an element of the base: as it is; E4M3 codes; MS-AMP's levels, which keep what could train later. The scale
+# bytes of an element of the base: unchanged; E4M3 codes; MS-AMP's levels, which keep trainable precision. The scale
 # of the smallest weight, 32 x 32, adds 4 / 1024
 BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3, "msamp:O4": 2}
 
@@ -61,7 +61,7 @@ def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
 
 
 def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
-    """Of rank 16; those of rank 8 are padded, and say so."""
+    """Use rank 16; adapters of rank 8 are padded, with a notice."""
     launched("native", include="*q_proj*")
     for rank, note in ((16, None), (8, "padded")):
         model = with_lora(rank=rank)

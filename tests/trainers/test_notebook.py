@@ -1,4 +1,4 @@
-"""`notebook_launcher`, whose `mixed_precision` stock Accelerate hands to nobody."""
+"""Test `notebook_launcher`: stock Accelerate drops its `mixed_precision`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fp8_backends
 
 
 def training_function(report, *handlers, **arguments):
-    """As a notebook has it, without a word of FP8 unless handlers are given."""
+    """Train like a notebook, without mention of FP8 unless handlers are given."""
     torch.manual_seed(0)
     try:
         accelerator = Accelerator(kwargs_handlers=list(handlers), **arguments)

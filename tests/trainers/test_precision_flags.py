@@ -1,4 +1,4 @@
-"""`bf16=True` and `fp16=True` beside FP8: the precision around it, never a silent way out of it."""
+"""Combine `bf16=True` and `fp16=True` with FP8: they set the precision around it, and never disable it silently."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fp16_is_refused_under_engines_that_have_bf16_around_fp8(engine, launche
 
 
 class OwnWay(Trainer):
-    """A subclass that makes its Accelerator by itself."""
+    """Create the Accelerator in a subclass."""
 
     def create_accelerator_and_postprocess(self):
         self.make_accelerator()
@@ -70,7 +70,7 @@ class OwnWay(Trainer):
 
 
 class WithHandler(Trainer):
-    """FP8 from a subclass alone, with nothing in the environment."""
+    """Request FP8 only by a subclass, with nothing in the environment."""
 
     def _build_accelerator_args(self, **kwargs):
         args = super()._build_accelerator_args(**kwargs)
@@ -86,7 +86,7 @@ def test_subclasses_of_trainer_build_accelerators_their_own_way(launched, monkey
 
 @pytest.mark.parametrize("written", ["no", "bf16"])
 def test_a_program_that_writes_the_variable_of_the_launch_does_not_turn_fp8_off(written, monkeypatch, tmp_path):
-    """Axolotl writes `bf16` or "no" into it, as its own configuration says."""
+    """Axolotl writes `bf16` or "no" into it, from its own configuration."""
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:rowwise"}')
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", written)
     assert trainer_for(tmp_path).accelerator.fp8_recipe.name == "native:rowwise"
@@ -118,7 +118,7 @@ def test_without_an_fp8_launch_nothing_changes(caplog, tmp_path):
 
 @pytest.mark.parametrize("flags", [{"bf16": True}, {}], ids=str)
 def test_fp8_that_code_turns_on_after_the_arguments_were_made(flags, launched, monkeypatch, tmp_path):
-    """As LLaMA-Factory does it: the variables are set between TrainingArguments and Trainer."""
+    """Set the variables between TrainingArguments and Trainer, like LLaMA-Factory."""
     with monkeypatch.context() as before:
         before.delenv("ACCELERATE_MIXED_PRECISION")
         before.delenv("ACCELERATE_FP8_BACKEND")

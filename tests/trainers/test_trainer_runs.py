@@ -1,4 +1,4 @@
-"""A whole run of Trainer in FP8: what it says, keeps, exports and takes up again."""
+"""Run Trainer in FP8 as a whole: its reports, checkpoints, exports and resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8_backends.compute.products import exact_engine
 
 
 def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
-    """With logging as transformers sets it up; a second run of the same Trainer adds nothing."""
+    """Use transformers' logging setup; a second run of the same Trainer adds nothing."""
     trainer = trainer_for(tmp_path, bf16=True, max_steps=2)
     trainer.train()
     trainer.evaluate()
@@ -79,7 +79,7 @@ def test_trackers_store_the_backend_and_the_share(launched):
 
 @pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
-    """Two steps at a good rate, and a rate that ruins the model: the first checkpoint is the best one."""
+    """Take two steps at a good rate, then ruin the model by a bad one: the first checkpoint is the best."""
     launched("native:delayed")
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": True}
     trainer = trainer_for(tmp_path, load_best_model_at_end=True, **options)
@@ -97,7 +97,7 @@ def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
 
 
 class Hub:
-    """Takes what is uploaded as anybody would load it from there."""
+    """Read uploaded files as a user of the Hub."""
 
     def __init__(self):
         self.models = []
@@ -156,7 +156,7 @@ def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched
 
 @pytest.mark.nightly
 def test_training_compiled_is_the_same_to_the_bit(launched, tmp_path):
-    """By the compiler that generates no code, which runs what it has traced."""
+    """Use the compiler without code generation, which runs its trace."""
     trainers = [
         trainer_for(tmp_path, llama(num_hidden_layers=1), bf16=True, max_steps=2, **options)
         for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"})
@@ -178,7 +178,7 @@ def test_logging_at_info_reaches_the_users_handler(launched, caplog, capsys, tmp
 
 @pytest.mark.slow
 def test_generation_between_steps_changes_nothing(launched, tmp_path):
-    """As TRL's online trainers and generating callbacks do it."""
+    """Generate like TRL's online trainers and generating callbacks."""
     launched("native:delayed")
     from transformers import TrainerCallback
 
@@ -203,7 +203,7 @@ def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(l
         trainer = trainer_for(tmp_path, bf16=True, max_steps=2, gradient_checkpointing=checkpointing)
         trainer.train()
         tensors.append(fp8_backends.audit(trainer.model).saved_activations["tensors"])
-    assert tensors == [16, 2]  # of two layers and the last norm, and of the last norm alone
+    assert tensors == [16, 2]  # of two layers and the last norm, and of only the last norm
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O4"])

@@ -1,4 +1,4 @@
-"""TRL's trainers, which set bf16=True by themselves, with FP8 from the environment alone."""
+"""Run TRL's trainers, with bf16=True by default, and FP8 only from the environment."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_dpo_holds_on_to_its_reference(backend, training, launched, capsys, tmp_
 
 
 def test_dpo_with_both_models_in_fp8_starts_from_equal_ones(launched, tmp_path):
-    """`use_autocast_during_eval`: policy and reference make the same products, so that the first loss is log 2."""
+    """`use_autocast_during_eval`: policy and reference run the same products, so the first loss is log 2."""
     launched("native", use_autocast_during_eval="true")
     trainer = dpo(tmp_path, llama(), llama().eval(), max_steps=1)
     trainer.train()

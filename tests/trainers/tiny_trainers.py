@@ -1,4 +1,4 @@
-"""A Llama of two layers, a vocabulary of 64 words, and Trainers over them, all made in memory."""
+"""Build a Llama of two layers, a vocabulary of 64 words, and Trainers over them, all in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = 14
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count upwards: a pattern that a tiny model learns."""
+    """Yield sequences that count upwards: a pattern for a tiny model."""
 
     def __len__(self):
         return 32
@@ -51,7 +51,7 @@ def llama(seed: int = 0, **fields):
 
 @functools.cache
 def tokenizer():
-    """One token a word: w0, w1, …"""
+    """Make one token per word: w0, w1, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +67,7 @@ def words(start: int, count: int) -> str:
 
 
 def arguments(folder, cls=None, **given):
-    """TrainingArguments, or those of TRL: 6 steps of 8 sequences, nothing reported."""
+    """Return TrainingArguments, or TRL's: 6 steps of 8 sequences, nothing reported."""
     from transformers import TrainingArguments
 
     common = {
@@ -99,7 +99,7 @@ def losses_of(trainer) -> list[float]:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what the parameters stand for, by name."""
+    """Return copies of the parameters' values, by name."""
     return {name: plain(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -109,7 +109,7 @@ def plain(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def moved(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the parameters that have another value than before, or than that value has in FP8 where it lies so."""
+    """Return the names of changed parameters, relative to the earlier value, or to its FP8 value if stored so."""
     return {
         name
         for name, parameter in model.named_parameters()
@@ -132,12 +132,12 @@ def trainable(model: nn.Module) -> set[str]:
 
 
 def kept_frozen(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    """Whether just those parameters moved that train, and there are such."""
+    """Tell if exactly the trainable parameters moved, and there are frozen ones."""
     return moved(model, before) == trainable(model) != set()
 
 
 def loss_in_bf16(model: nn.Module) -> float:
-    """Of a model without FP8, in evaluation, as Trainer evaluates it."""
+    """Return the loss of a model without FP8, in evaluation, as Trainer evaluates it."""
     batch = counting_batch()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         return model.eval()(input_ids=batch, labels=batch).loss.item()

@@ -1,11 +1,10 @@
-"""Accelerate's faults in FP8, one check each: what should hold, and does not in the release.
+"""Check each of Accelerate's FP8 faults: a property that the release violates.
 
     python fault_checks.py TREE FOLDER
 
-TREE is a folder with the package `accelerate` to check, FOLDER an empty one to write in. The last line of the output
-is JSON: for each check the error that it ended with, or null. `test_upstream.py` runs this on Accelerate as it is
-installed and on a copy with the patches of the guides. TransformerEngine and MS-AMP, which need CUDA, are those of
-`standins`.
+TREE is a folder with the package `accelerate` to check, FOLDER an empty one to write in. The last line of the output is
+JSON: for each check its error, or null. `test_upstream.py` runs this on Accelerate as it is installed and on a copy
+with the patches of the guides. TransformerEngine and MS-AMP, which need CUDA, are those of `standins`.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def fault_02_a_model_of_torchao_saves():
 
 @check
 def fault_21_a_precision_that_falls_back_converts_nothing():
-    """Gaudi1 stands for the GPUs that have no FP8: the state takes the same turn, and a CPU can go on from there."""
+    """Gaudi1 stands for GPUs without FP8: the state takes the same branch, and a CPU can continue from there."""
     with mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True):
         accelerator, model = fp8(AORecipeKwargs()), mlp()
     assert accelerator.mixed_precision == "bf16"
@@ -149,7 +148,7 @@ def fault_25_a_model_without_a_converted_layer_is_noticed():
 
 
 def launched(*arguments: str, **config) -> dict[str, str]:
-    """The environment of a script that the launcher starts with these arguments and this `fp8_config`."""
+    """Return the environment of a launched script with these arguments and this `fp8_config`."""
     file = f"{FOLDER}/config.json"
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_processes": 1}
     with open(file, "w") as opened:
@@ -202,7 +201,7 @@ def fault_04_questions_ask_for_what_is_read():
 
 
 def forwards_of_te():
-    """The list in which the stand-in notes the recipes of its forwards, empty."""
+    """Return the stand-in's list of forward recipes, emptied."""
     import transformer_engine.pytorch as te
 
     te.forwards.clear()
@@ -210,7 +209,7 @@ def forwards_of_te():
 
 
 def turn_to_fsdp2() -> None:
-    """Accelerate takes no FSDP on CPUs: its state is told what it has, until the next check."""
+    """Set Accelerate's state to FSDP, refused on CPUs, until the next check."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -463,7 +462,7 @@ def fault_19_the_scaler_is_made_from_its_own_handler():
 @check
 def fault_20_gradients_are_unscaled():
     accelerator, model, x = fp8(MSAMPRecipeKwargs()), mlp(), torch.randn(16, 32)
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # that of CUDA is off where there is none
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # CUDA's is off without a GPU
     model, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.backward(model(x).square().mean())
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
@@ -477,7 +476,7 @@ def fault_20_gradients_are_unscaled():
 
 @check
 def fault_28_parameters_that_no_plan_names_are_replicated():
-    """Over one rank: nothing is divided, and every parameter is on the mesh."""
+    """Use one rank: nothing is divided, and every parameter is on the mesh."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 

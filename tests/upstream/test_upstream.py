@@ -1,4 +1,4 @@
-"""The patches that are proposed to Accelerate: the release has each fault, and a copy with the patches has none."""
+"""Test the patches proposed to Accelerate: the release has each fault, and a patched copy has none."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ SHOWN = {
     "fault_27_conversion_needs_no_accelerator": "Please make sure to properly initialize your accelerator",
     "fault_28_parameters_that_no_plan_names_are_replicated": "cannot import name 'ReplicateParallel'",
 }
-"""Each check, and what the release says in it."""
+"""Each check, and its error in the release."""
 
 
 def outcomes(tree: Path, folder: Path) -> dict[str, str | None]:
-    """What each check of `fault_checks.py` says of the package in this folder."""
+    """Return the outcome of each check of `fault_checks.py` for the package in this folder."""
     without_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     ran = warm_process.run(str(HERE / "fault_checks.py"), str(tree), str(folder), env=without_gpus)
     assert ran.returncode == 0, ran.stderr
@@ -87,7 +87,7 @@ def test_a_copy_with_the_patches_has_none(tmp_path):
 
 
 def rows(page: str) -> dict[str, list[str]]:
-    """The first table of the page: the number of each patch, and the faults that it mends."""
+    """Return the first table of the page: the number of each patch, and its faults."""
     found = re.findall(r"^(\d{4})   ((?:\d+, )*\d+) ", page.partition("begin table patches")[2], re.M)
     return {number: faults.split(", ") for number, faults in found}
 

@@ -1,4 +1,5 @@
-"""The guard: it names each fault at its step, acts as the recipe says, and stays silent in ordinary training."""
+"""Test the guard: it names each fault at its step, follows the recipe's action, and stays silent in ordinary
+training."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def batch():
 
 
 class Training:
-    """A net that trains under an Accelerator with a guard."""
+    """Train a net under an Accelerator with a guard."""
 
     def __init__(self, backend="native:delayed", guard="skip", folder=None, model=None, **fields):
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard=guard, **fields)
@@ -94,7 +95,7 @@ def test_a_step_at_fault_leaves_weights_states_and_counters_as_they_were(backend
     training.step(nan_batch())
     assert equal(before, training.stored())
     assert training.kinds == [(3, "loss"), (3, "gradient")]
-    assert training.faults[1].where[0] == "4.bias"  # the first that backward reaches
+    assert training.faults[1].where[0] == "4.bias"  # the first reached by backward
     training.steps(1)
     assert len(training.faults) == 2 and not equal(before, training.stored())
 
@@ -179,7 +180,7 @@ def test_a_parameter_that_is_not_finite_is_named_first_and_stops_the_training(ac
     training = Training(backend, action, folder=tmp_path, model=deep())
     training.steps(2)
     plant(training)
-    x = nan_batch() if what == "state" else None  # a loss that is finite sets no scan off
+    x = nan_batch() if what == "state" else None  # a finite loss triggers no scan
     before = training.stored()
     with pytest.raises(FP8BackendError, match=f"step 3: loss.*parameter in {place}.*leaving steps out does not heal"):
         training.step(x)
@@ -225,7 +226,7 @@ def test_guard_and_monitor_number_steps_alike_also_after_a_resume(backend, tmp_p
     saved, states = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.model.state_dict())
     resumed = Training(backend, monitor_every=1, monitor_file=str(file))
     resumed.model.load_state_dict(states)
-    resumed.optimizer.load_state_dict(saved)  # of three steps that were made
+    resumed.optimizer.load_state_dict(saved)  # of three completed steps
     resumed.steps(1)
     resumed.step(nan_batch())
     assert resumed.kinds[0] == (5, "loss") and json.loads(file.read_text().splitlines()[-1])["step"] == 5
@@ -290,7 +291,7 @@ def test_off_installs_nothing():
     fp8_backends.prepare(model, optimizer, "native:delayed")
     assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
     assert faults(optimizer) == []
-    for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports that
+    for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports it
         assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
     for on in (True, "on"):
         with pytest.raises(RecipeError, match="guard must be one of off, warn, skip"):
@@ -327,7 +328,7 @@ def test_the_latest_recipe_says_what_is_done():
         optimizer.step()
         assert len(faults(optimizer)) == number
     fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "guard": "skip"})
-    fp8_backends.restore(model)  # which ends the guard's work
+    fp8_backends.restore(model)  # to end the guard's work
     model(nan_batch()).sum().backward()
     optimizer.step()
     assert len(faults(optimizer)) == number
@@ -336,12 +337,12 @@ def test_the_latest_recipe_says_what_is_done():
 def test_an_optimizer_that_steps_in_backward_is_refused():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer.fused_backward = lambda: None  # the mark of LOMO's optimizers, which are not installed
+    optimizer.fused_backward = lambda: None  # the mark of LOMO's optimizers, not installed here
     with pytest.raises(FP8BackendError, match="SGD makes its steps where no hook precedes them"):
         fp8_backends.prepare(model, optimizer, {"backend": "native", "guard": "warn"})
 
 
-# What a look and a window say
+# Verdicts of an inspection and a window
 
 
 def test_overshoot_and_invalid_states():

@@ -27,7 +27,7 @@ BACKENDS = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O3", 
 
 
 class Net(nn.Module):
-    """Two layers, the first of which may be computed again in backward."""
+    """Stack two layers; the first may be recomputed in backward."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -97,7 +97,7 @@ def test_each_layer_has_its_input_weight_and_gradient(backend, tmp_path):
 
 
 def test_scales_are_those_that_the_step_used(tmp_path):
-    """Of delayed scaling those of earlier steps, by which a tensor that has grown is clipped."""
+    """Delayed scaling uses scales of earlier steps, which clip a grown tensor."""
     model, optimizer = prepared("native:delayed", tmp_path / "file", every=4)
     for seed in range(3):
         step(model, optimizer, seed)
@@ -187,7 +187,7 @@ def test_the_log_names_what_loses_much_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, caplog):
-    """Trackers, the file and the log of a training whose weights become NaN, or only a scale."""
+    """Check trackers, file and log of a training with NaN weights, or only a NaN scale."""
     model, optimizer = prepared(backend, tmp_path / "file")
     sampled = []
     monitor.monitor_of(optimizer).report = lambda values, step: sampled.append((step, values))
@@ -213,7 +213,7 @@ def test_a_missing_folder_is_made_a_cut_line_takes_no_sample_along_and_no_file_s
     model, optimizer = prepared("native:dynamic", file)
     for seed in range(3):
         step(model, optimizer, seed)
-    file.write_text(file.read_text() + '{"step": 4, "rec')  # such as by a kill
+    file.write_text(file.read_text() + '{"step": 4, "rec')  # as after a kill
     step(model, optimizer)
     assert len(samples.read_samples(file).records) == 3
     file.unlink()
@@ -276,7 +276,7 @@ def test_compiled_code_steps_aside_for_a_sampled_step_and_is_not_compiled_again(
     assert stances == ["default", "default", "force_eager", "default", "default"]
     assert frames[0] == frames[-1]
     assert records(tmp_path / "file")[0]["tensors"]["up"]["input"]["elements"] == 32 * 64
-    assert stance() == "force_eager"  # before step 6, which does not come
+    assert stance() == "force_eager"  # before step 6, which never comes
     del model, compiled, optimizer
     gc.collect()
     assert stance() == "default"

@@ -1,9 +1,8 @@
-"""A CPU without bf16 products, on one that has them: `PYTHONPATH=tests/without_bf16 python …`.
+"""Imitate a CPU without bf16 products: `PYTHONPATH=tests/without_bf16 python …`.
 
 Python imports this module at its start, in every process that inherits the variable. PyTorch then computes with AVX2
 and without oneDNN, and its bf16 products take the same loops as on a CPU without bf16 instructions. FP32 products stay
-what they are: MKL has a choice of its own. What Inductor compiles lies apart, because its cache does not tell what was
-made for other instructions.
+unchanged: MKL chooses on its own. Inductor gets a separate cache, since its keys ignore these instructions.
 """
 
 import getpass

@@ -1,4 +1,4 @@
-"""Triton for the processes that these tests start; pytest's own process never has it."""
+"""Provide Triton to the processes started by these tests; pytest's own process never has it."""
 
 from __future__ import annotations
 

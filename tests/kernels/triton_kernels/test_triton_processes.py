@@ -1,7 +1,7 @@
-"""The tests that need Triton, two processes: `inside` runs kernels in its interpreter, on tensors of the CPU; `ahead`
-compiles them for compute capability 9.0.
+"""Run the tests that need Triton in two processes: `inside` runs kernels in its interpreter, on tensors of the CPU;
+`ahead` compiles them for compute capability 9.0.
 
-By hand, with Triton in FOLDER:
+Run them directly, with Triton in FOLDER:
 
     export TRITON_SITE=FOLDER PYTHONPATH=FOLDER
     TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_kernels/inside

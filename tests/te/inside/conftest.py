@@ -1,4 +1,4 @@
-"""Before any test module is imported: TransformerEngine's Python runs over the stand-in in this process."""
+"""Run TransformerEngine's Python over the stand-in in this process, before any test module is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisation layers as models bring them along, and such that only look like them."""
+"""Define norms as models bring them along, and look-alikes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class ScaleNorm(nn.Module):
-    """x / |x|: its name says norm, and it has a weight and an eps."""
+    """Compute x / |x|, with a norm's name, a weight and an eps."""
 
     def __init__(self, n: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GatedRMSNorm(ScaleNorm):
 
 
 class ClassEpsNorm(nn.Module):
-    """RMSNorm whose eps no instance holds."""
+    """Keep the eps of RMSNorm on the class."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ClassEpsNorm(nn.Module):
 
 
 class FP32LayerNorm(nn.LayerNorm):
-    """A LayerNorm with a forward of its own, which computes the same."""
+    """Override LayerNorm's forward with the same function."""
 
     def forward(self, x):
         return nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)

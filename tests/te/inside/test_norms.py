@@ -62,7 +62,7 @@ def norms_of(model: nn.Module):
 
 def values() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.tensor([1e-4, 1e-2, 1.0, 100.0]).reshape(4, 1)  # so that eps counts
+    sizes = torch.tensor([1e-4, 1e-2, 1.0, 100.0]).reshape(4, 1)  # to make eps matter
     return (torch.randn(4, N, generator=generator) + 0.5) * sizes
 
 
@@ -76,8 +76,8 @@ def results(norm: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("make", [*LAYER_NORMS.values(), *RMS_NORMS.values()], ids=[*LAYER_NORMS, *RMS_NORMS])
 def test_a_norm_becomes_transformer_engines_and_computes_the_same(make):
-    """Both sides sum 32 terms in FP32, so their results differ by a few units in the last place; 1e-5 of the
-    largest entry, 84 of them."""
+    """Both sides sum 32 terms in FP32, so results differ by a few units in the last place; 1e-5 of the largest entry is
+    84 of them."""
     model = Model(make())
     original, parameters, state = (
         type(model.norm),
@@ -169,7 +169,7 @@ def test_preparing_again_changes_nothing_and_takes_up_new_norms():
 
 
 def test_dtypes_are_transformer_engines():
-    """Its result has the autocast dtype; without autocast that of the weight. An empty batch is no error."""
+    """The result has the autocast dtype; without autocast the weight's. An empty batch is no error."""
     model = Model(nn.LayerNorm(N))
     prepare(model, None, "te")
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,15 +1,15 @@
-"""Delayed scaling of `native` against TransformerEngine's own Python: histories, scales and codes, step by step.
+"""Compare delayed scaling of `native` with TransformerEngine's own Python: histories, scales and codes, step by step.
 
 Both sides get the same tensors. TransformerEngine's side is real Python from its wheel: recipe states, quantizers, the
 global buffers of FP8GlobalStateManager, and the update at the exit of `te.autocast`. That update has two forms:
 
-- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel (`standin/delayed.py`), so these
-  tests say that `native` equals the transcription; that the transcription equals the kernel is for a GPU to show.
-- unfused (NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It means the same as the kernel
-  as long as every step records an amax above zero and no scale over- or underflows. Otherwise it differs: a step that
-  recorded nothing rolls a zero in and counts, where the kernel leaves history and scale alone. Besides, its division
-  `fp8_max / amax` is torch's `amax.reciprocal() * fp8_max`: rounded twice, where the kernel rounds once. The scales are
-  then equal to the bit for amaxes that are powers of two, and within 2**-23 of each other for all.
+- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel (`standin/delayed.py`), so
+  these tests prove `native` equal to the transcription; only a GPU can prove the transcription equal to the kernel.
+- unfused (NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It matches the kernel as long
+  as every step records an amax above zero and no scale over- or underflows. Otherwise it differs: after a step without
+  amax it rolls a zero in, and the kernel keeps history and scale. Besides, its division `fp8_max / amax` is torch's
+  `amax.reciprocal() * fp8_max`: rounded twice; the kernel rounds once. Scales are then equal bitwise for power-of-two
+  amaxes, and within 2**-23 of each other for all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TransformerEngineLayers:
         return {"recipe": self.recipe, "fp8_group": None, **states}
 
     def step(self, tensors: list[list[list[torch.Tensor]]]) -> list[torch.Tensor]:
-        """The codes of everything that was cast, forward first. tensors: [layer][INPUT, WEIGHT, GRAD_OUTPUT]."""
+        """Return the codes of all casts, forward first. tensors: [layer][INPUT, WEIGHT, GRAD_OUTPUT]."""
         codes = []
         with autocast(recipe=self.recipe):
             for meta, (inputs, weights, _) in zip(self.metas, tensors, strict=True):
@@ -127,7 +127,7 @@ def any_tensors(rng: random.Random) -> list[torch.Tensor]:
 
 
 def recorded_tensors(rng: random.Random) -> list[torch.Tensor]:
-    """Only such that the unfused update means the same: an amax above zero in every step, of moderate size."""
+    """Return tensors with equal meaning for the unfused update: an amax above zero in every step, of moderate size."""
     return [rng.choice([finite(rng), with_value(rng, math.inf), with_value(rng, math.nan)])]
 
 
@@ -200,7 +200,8 @@ def test_many_steps_equal_the_unfused_update_but_for_its_second_rounding(algorit
 
 
 def test_a_step_that_recorded_nothing_counts_in_the_unfused_update_only(monkeypatch):
-    """Why the tests above leave zeros out: after 4, 0, 0 with a history of 2 the unfused update has forgotten the 4."""
+    """Justify the tests above without zeros: after 4, 0, 0 with a history of 2 the unfused update has forgotten the
+    4."""
     histories = []
     for unfused in ("0", "1"):
         monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)

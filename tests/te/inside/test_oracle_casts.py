@@ -42,7 +42,7 @@ def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 def test_current_scaling_of_values_that_are_not_finite(special):
-    """The codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, so that nobody misses it."""
+    """Codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, to make it visible."""
     x = torch.tensor([[1.0, special, -3.0, 0.5]])
     ours, kernel = quantize(x, E5M2).along_columns(), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
     assert torch.equal(codes(ours), kernel._data)

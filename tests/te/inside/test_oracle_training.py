@@ -1,10 +1,10 @@
-"""Whole trainings: `te.Linear` under `te.autocast` over the stand-in, and the same model under this package's `native`.
+"""Compare whole trainings: `te.Linear` under `te.autocast` over the stand-in, and the same model under this package's
+`native`.
 
-Products are the one thing that two sides cannot share: the stand-in, oneDNN and a GPU each add up in an order of their
-own. Here both sides add up in FP64, where an order shows in the 53rd bit, 29 bits below the one rounding to FP32 that
-follows. Everything else is real and compared to the bit, step by step: losses, weight gradients, the scales and
-histories after the step, and the weights at the end. Codes are compared by what is made of them. What each side's own
-FP32 sums differ by is bounded in the last test.
+Only the order of sums in products differs: the stand-in, oneDNN and a GPU have one each. Here both sides sum in FP64,
+and the order changes the 53rd bit, 29 bits below the following rounding to FP32. Everything else is real and compared
+to the bit, step by step: losses, weight gradients, the scales and histories after the step, and the weights at the end.
+Codes are compared through their results. The last test bounds the difference of each side's own FP32 sums.
 
 The layers have no bias: TransformerEngine adds it before the product is rounded to bf16 (and, with FP32 activations,
 rounds the bias itself to bf16), `native` afterwards.
@@ -65,7 +65,7 @@ class Training:
     def step(self, number: int) -> tuple[float, list[torch.Tensor]]:
         """The loss, and the gradients."""
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(TOKENS, SIZES[0], generator=generator) * 2.0**number  # so that scales move
+        x = torch.randn(TOKENS, SIZES[0], generator=generator) * 2.0**number  # to move scales
         target = torch.randn(TOKENS, SIZES[-1], generator=generator)
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             loss = (self.forward(x).float() - target).square().mean()
@@ -104,7 +104,7 @@ class NativeTraining(Training):
         fp8_backends.prepare(self.model, self.optimizer, fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
 
     def state(self, layer: int, tensor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Roll native's states, as its next forward begins: TransformerEngine does so at the end of this one."""
+        """Roll native's states at the begin of its next forward: TransformerEngine does so at the end of this one."""
         now = [each.fp8_scaling.clone() for each in self.layers]
         (roll,) = self.model._forward_pre_hooks.values()
         roll(self.model, None)

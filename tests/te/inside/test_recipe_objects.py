@@ -21,7 +21,7 @@ ANOTHER = {
     "scaling_factor_compute_algo": lambda default: len,
     "backward_override": lambda default: "high_precision",
 }
-"""A value other than the default, where it does not follow from the default's type."""
+"""A value other than the default, if it does not follow from the default's type."""
 
 
 def another(field: dataclasses.Field):

@@ -23,7 +23,7 @@ def test_only_transformer_engine_sees_a_gpu():
 
 
 def test_placeholders_stay_inside():
-    """Their names mean something to others: torch compiles for a GPU where it finds triton."""
+    """Others look for these names: torch compiles for a GPU if it finds triton."""
     found = [sys.modules[name].__name__ for name in ABSENT if name in sys.modules]
     assert not any(name.startswith("standin") for name in found)
 

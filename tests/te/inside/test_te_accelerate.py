@@ -64,7 +64,7 @@ def test_save_state_and_load_state_resume_to_the_bit(tmp_path):
     step(acc, made, optimizer, BATCHES[:3])
     acc.save_state(str(tmp_path))
     unbroken = step(acc, made, optimizer, BATCHES[3:])
-    acc.load_state(str(tmp_path))  # over scales that have moved on
+    acc.load_state(str(tmp_path))  # over moved scales
     assert step(acc, made, optimizer, BATCHES[3:]) == unbroken
     made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
     acc._models, acc._optimizers = acc._models[-1:], acc._optimizers[-1:]
@@ -86,7 +86,7 @@ def test_what_is_saved_is_plain(tmp_path):
 
 @pytest.mark.parametrize("scaling", ["delayed", nightly("dynamic")])
 def test_a_compiled_model_runs_in_fp8_and_proves_it(scaling, caplog):
-    """TransformerEngine's layer is left out of the graphs; what lies between is compiled."""
+    """Graphs exclude TransformerEngine's layers; the code in between is compiled."""
     graphs = []
 
     def backend(graph, inputs):

@@ -97,7 +97,7 @@ def test_bf16_and_mxfp8_are_linears_to_the_bit_too():
 @pytest.mark.parametrize("scaling", ["delayed", "blockwise"])
 @pytest.mark.parametrize("family", [nightly("mixtral"), "gpt_oss"])
 def test_stored_weights_are_multiplied_as_linears_multiply_theirs_to_the_bit(family, scaling, level):
-    """Linears that hold a part of the same data under the same scale. Gradients of weights are stored in E4M3."""
+    """Give Linears a part of the same data with the same scale. Gradients of weights are stored in E4M3."""
     root = make_experts(family)
     twin = nn.Sequential(Twin(root.experts))
     prepared(root, f"te:{scaling}+msamp:{level}"), prepared(twin, f"te:{scaling}")
@@ -194,13 +194,13 @@ def test_evaluation_and_no_tokens_run_as_the_module_was():
 
 
 def test_a_weight_beside_a_converted_one_stays_in_high_precision():
-    """Nothing of the part that stays is rounded to FP8, and its gradient is near."""
+    """The unconverted part is never rounded to FP8, and its gradient is close."""
     root, plain = make_experts("gpt_oss"), make_experts("gpt_oss")
     prepared(root, "te:dynamic", exclude=["experts.gate_up_proj"])
     assert list(root.experts.fp8_weights) == ["down_proj"]
     ours, theirs = (results(model, 0, torch.float32) for model in (root, plain))
     for name, expected in theirs.items():
-        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # of E4M3 and E5M2
+        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # steps of E4M3 and E5M2
 
 
 def test_what_experts_cannot_have_is_named():

@@ -1,4 +1,4 @@
-"""`fp8_params`: frozen weights that TransformerEngine stores in FP8, over the stand-in for its kernels."""
+"""Store frozen weights as TransformerEngine's FP8 tensors (`fp8_params`), over the stand-in for its kernels."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_parameters_stay_and_weigh_two_bytes():
     assert made.base.blocks[1].up.weight is made.base.blocks[0].up.weight
     losses(made, optimizer, BATCHES[:1])
     measured = fp8_backends.audit(made, optimizer)
-    # codes, the transposed copy that Hopper's dgrad multiplies, and a scale
+    # codes, the transposed copy for Hopper's dgrad, and a scale
     assert 2 < measured.bytes_per_element["weight"] < 2.01
     assert measured.dtypes["weight"] == "uint8"
     frozen = values["base.first.weight"]
-    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 448 * 2**-10  # of E4M3, and of its smallest numbers
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 448 * 2**-10  # steps of E4M3, and of its smallest numbers
     assert ((made.base.first.weight.dequantize() - frozen).abs() <= half_a_step).all()
 
 

@@ -60,8 +60,8 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
     ],
 )
 def test_the_native_twin_has_the_same_numbers(level, scaling):
-    """Stored to nearest, without biases, which TransformerEngine rounds to bf16. The order of FP32 sums remains: it
-    changes the first losses by rounding, and later ones by values that it moves across a boundary of FP8 codes."""
+    """Store to nearest, without biases, which TransformerEngine rounds to bf16. Only the order of FP32 sums differs: it
+    changes the first losses by rounding, and later ones by values moved across a boundary of FP8 codes."""
     losses = {}
     for compute in ("te", "native"):
         model, optimizer = prepared(f"{compute}:{scaling}+msamp:{level}", bias=False, rounding="nearest")

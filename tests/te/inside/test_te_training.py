@@ -86,7 +86,7 @@ def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(sca
         assert torch.equal(usual, other)
     usual, other = layers[False][0], layers[True][0]
     assert torch.equal(usual.bias.grad, other.bias.grad)
-    # rows of zeros pad the sum: FP32 addition in another order is all that may differ
+    # rows of zeros pad the sum: only the order of FP32 additions may differ
     torch.testing.assert_close(other.weight.grad, dy.t() @ x, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(usual.weight.grad, dy.t() @ x, rtol=1e-3, atol=1e-3)
     assert "high:wgrad" in repr(other)
@@ -143,9 +143,8 @@ def test_recomputation_changes_no_loss_and_no_scale(spec):
 
 @pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
 def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recompute, of_gradients, monkeypatch):
-    """Each costs an all-reduce over the ranks. Under reentrant recomputation the gradients' are reduced by the first
-    layer that is not recomputed, as TransformerEngine does it, and for the recomputed ones when the backward has ended.
-    """
+    """Each reduction costs an all-reduce. Under reentrant recomputation the first layer without recomputation reduces
+    the gradients' scales, as in TransformerEngine, and the end of backward the recomputed ones'."""
     manager, calls = te.quantization.FP8GlobalStateManager, []
     reduce = manager.reduce_and_update_fp8_tensors
     monkeypatch.setattr(
@@ -210,7 +209,7 @@ def test_a_model_trains_by_its_own_recipe_beside_another():
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
 def test_any_number_of_rows_is_padded_and_cut_off(spec, rows):
-    """Rows of zeros change no scale, so each row is as it would be among sixteen."""
+    """Rows of zeros change no scale, so each row matches a batch of sixteen."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)
     other = copy.deepcopy(layer)
@@ -302,7 +301,7 @@ def test_a_model_in_training_inside_the_forward_of_another_keeps_its_own_recipe(
 
 @pytest.mark.parametrize("then", ["itself", "another model", "evaluation, and itself"])
 def test_a_forward_that_was_interrupted_leaves_fp8(then):
-    """No hook runs after a KeyboardInterrupt. What it left open is left before the next forward of any model."""
+    """No hook runs after a KeyboardInterrupt. The next forward of any model cleans up."""
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:1])
 
@@ -426,7 +425,7 @@ def test_scaling_states_of_other_models_and_impossible_numbers_are_refused(ran):
             known.compute.check_scaling_state(root, before | {last["_scale"]: before[last["_scale"]].to(dtype)})
     assert same(scaling_state(made), before)
     overflowed = {name: tensor.clone() for name, tensor in before.items()}
-    overflowed[last["_amax_history"]][-1] = inf  # what an overflow leaves there
+    overflowed[last["_amax_history"]][-1] = inf  # as after an overflow
     known.compute.check_scaling_state(root, overflowed)
     known.compute.load_scaling_state(root, overflowed)
     assert same(scaling_state(made), overflowed)

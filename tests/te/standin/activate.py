@@ -6,13 +6,14 @@ that module. After `activate()`, `import transformer_engine.pytorch` works in th
 them `te.Linear`, `te.autocast`, `FP8GlobalStateManager`, the recipe states and the quantizers, run forward and backward
 on CPU tensors, with kernels that are short functions in PyTorch.
 
-What is real: all of TransformerEngine's Python, with "cuda" read as "cpu" (`reading`).
-What stands in: the compiled kernels. Casts, amaxes, scales and the delayed update follow the kernels' source to the bit
-(`casts`, `blocks`, `delayed`). Products multiply the exact codes and accumulate in FP32, in the CPU's order
-(`products`); a GPU's tensor cores accumulate in another order and, in fprop of the per-tensor recipes, in fewer bits.
-Norms compute in FP32 (`norms`). What is not here raises NotImplementedError with its name.
+Real: all of TransformerEngine's Python, with "cuda" read as "cpu" (`reading`).
 
-By hand, with the packages of `tests/te/requirements.txt` in some folder:
+Emulated: the compiled kernels. Casts, amaxes, scales and the delayed update follow the kernels' source to the bit
+(`casts`, `blocks`, `delayed`). Products multiply exact codes and accumulate in FP32, in the CPU's order (`products`); a
+GPU's tensor cores accumulate in another order and, in fprop of the per-tensor recipes, in fewer bits. Norms compute in
+FP32 (`norms`). Missing functions raise NotImplementedError with their name.
+
+Run it directly, with the packages of `tests/te/requirements.txt` in some folder:
 
     python -m pip install --no-deps --target FOLDER -r tests/te/requirements.txt
     TE_SITE=FOLDER PYTHONPATH=tests/te python
@@ -23,8 +24,8 @@ By hand, with the packages of `tests/te/requirements.txt` in some folder:
     >>> with te.autocast(recipe=DelayedScaling()):
     ...     y = layer(torch.randn(16, 64))
 
-Tests of this kind lie in `tests/te/inside`; `TE_SITE=FOLDER python -m pytest tests/te/inside` runs them. On several
-ranks: `activate()` at the top of a file of checks (`tests/distributed/ranks.py`), here `tests/te/te_checks.py`, which
+Its tests are in `tests/te/inside`; `TE_SITE=FOLDER python -m pytest tests/te/inside` runs them. On several ranks:
+`activate()` at the top of a file of checks (`tests/distributed/ranks.py`), here `tests/te/te_checks.py`, which
 `tests/te/test_te_ranks.py` starts with `ranks.run(file, 2, TE_SITE=FOLDER)`.
 
 The rest of the process still sees no GPU: `torch.cuda.is_available()` stays False outside of TransformerEngine's files.
@@ -63,7 +64,7 @@ def activate() -> None:
 
 @contextmanager
 def compute_capability(major: int, minor: int) -> Iterator[None]:
-    """The device that TransformerEngine believes in, for as long as this lasts: otherwise 9.0, a Hopper GPU.
+    """Set TransformerEngine's device inside this context; the default is 9.0, a Hopper GPU.
 
     10.0 is Blackwell: per-tensor products in every layout, and MXFP8.
     """

@@ -29,7 +29,7 @@ def is_block_tensor(tensor) -> bool:
 
 
 def create(quantizer, shape: torch.Size, dtype: torch.dtype, device):
-    """An empty tensor of TransformerEngine's class for this quantizer, with the usages that it asks for."""
+    """Return an empty tensor of TransformerEngine's class for this quantizer, with its usages."""
     is_mx = _is_mx(quantizer)
     if is_mx and (shape[-1] % MX_BLOCK or math.prod(shape[:-1]) % MX_BLOCK):
         raise RuntimeError(f"MXFP8 requires tensor dims that are divisible by {MX_BLOCK} (got shape={tuple(shape)})")
@@ -49,7 +49,7 @@ def create(quantizer, shape: torch.Size, dtype: torch.dtype, device):
 
 
 def cast_into(x: torch.Tensor, quantizer, output) -> None:
-    """Codes and scales of x for each usage that the quantizer asks for, into the tensor's buffers."""
+    """Write codes and scales of x for each usage of the quantizer into the tensor's buffers."""
     matrix = x.reshape(-1, x.shape[-1])
     fresh = create(quantizer, x.shape, x.dtype, x.device)
     for usage, wanted in (("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)):
@@ -71,7 +71,7 @@ def cast_into(x: torch.Tensor, quantizer, output) -> None:
 
 
 def dequantize(tensor) -> torch.Tensor:
-    """The values of an MXFP8 tensor in FP32 (for block scaling TransformerEngine's Python does it by itself)."""
+    """Return the values of an MXFP8 tensor in FP32 (TransformerEngine's Python handles block scaling)."""
     usage = "rowwise" if tensor._rowwise_data is not None else "columnwise"
     values = _mx_values(tensor, rowwise=usage == "rowwise")
     return (values if usage == "rowwise" else values.T).reshape(tensor.size())
@@ -99,7 +99,7 @@ def product(A, transA: bool, B, transB: bool) -> torch.Tensor:
 
 
 def scaled_blocks(a, a_scale_inv, b, b_scale_inv, a_first: bool) -> torch.Tensor:
-    """One block of the contraction after the other, codes in FP32 [m, k] and [n, k]. FP32, [n, m]."""
+    """Multiply one block of the contraction after the other, codes in FP32 [m, k] and [n, k]. FP32, [n, m]."""
     out = torch.zeros(b.shape[0], a.shape[0])
     for block, (a_codes, b_codes) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)):
         partial = b_codes @ a_codes.T
@@ -138,7 +138,7 @@ def _cast_mx(rows: torch.Tensor, quantizer) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _exponent_rounded_up(value: torch.Tensor) -> torch.Tensor:
-    """`float_to_e8m0` of common/util/ptx_arch_spec.cuh for values that are no NaN."""
+    """Compute `float_to_e8m0` of common/util/ptx_arch_spec.cuh for values without NaN."""
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))

@@ -1,4 +1,4 @@
-"""Casts to FP8 with one scale a tensor (delayed and current scaling), and what every recipe shares.
+"""Cast to FP8 with one scale a tensor (delayed and current scaling), and share code between recipes.
 
 Follows the kernels of transformer_engine/common (cast, recipe, transpose): a value is FP32(x) * scale, rounded to
 nearest even and saturated; NaN stays NaN; scale_inv is 1 / scale in FP32. Codes are kept as uint8, beside their
@@ -29,7 +29,7 @@ def quantize(tensor: torch.Tensor, quantizer, output=None, noop: torch.Tensor | 
 
 
 def create_empty_quantized_tensor(quantizer, shape, dtype: torch.dtype, device, pin_memory: bool):
-    """A quantized tensor of this shape whose codes are not set: `dtype` is the one that it pretends to have."""
+    """Return a quantized tensor of this shape with unset codes: `dtype` is its nominal one."""
     if blocks.is_block_quantizer(quantizer):
         return blocks.create(quantizer, torch.Size(shape), dtype, device)
     return _create_per_tensor(quantizer, torch.Size(shape), dtype, device)
@@ -125,7 +125,7 @@ def _cast_into(x: torch.Tensor, quantizer, output) -> None:
 
 
 def _delayed_scale(x: torch.Tensor, quantizer) -> torch.Tensor:
-    """The scale in force. The amax of x joins those recorded since the last update."""
+    """Return the current scale. The amax of x joins the amaxes recorded since the last update."""
     quantizer.amax.copy_(torch.fmax(quantizer.amax, amax_of(x)))
     return quantizer.scale.reshape(())
 

@@ -1,6 +1,6 @@
 """Stand in for `torch.cuda` in TransformerEngine's modules: one device, of a given compute capability.
 
-Names that are not here are those of the real `torch.cuda`.
+Other names come from the real `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 capability = (9, 0)
-"""(major, minor) of the device that TransformerEngine believes in; `activate.compute_capability` sets it."""
+"""(major, minor) of TransformerEngine's device, set by `activate.compute_capability`."""
 
 
 def is_available() -> bool:
@@ -46,7 +46,7 @@ def synchronize(device=None) -> None:
 
 
 def empty_cache() -> None:
-    """Nothing is cached."""
+    """Do nothing."""
 
 
 def get_rng_state(device=None) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _lazy_call(function) -> None:
 
 
 class CUDAGraph:
-    """Not to be captured with, and without the generator states of graphs."""
+    """Stand for CUDA graphs: no capture, and no generator states."""
 
 
 default_generators = (torch.default_generator,)

@@ -123,7 +123,7 @@ def module() -> ModuleType:
 
 
 def _as_kernel(function):
-    """Kernels know of neither autocast, which would round FP32 operands of a product to bf16, nor autograd."""
+    """Disable autocast, which would round FP32 operands of a product to bf16, and autograd, as in kernels."""
 
     @functools.wraps(function)
     def kernel(*args, **kwargs):
@@ -135,7 +135,7 @@ def _as_kernel(function):
 
 def _missing(name: str):
     if name.startswith("__") or name in ("flash_attention", "get_attention_backend"):
-        raise AttributeError(name)  # the last two: names that TransformerEngine asks for and does without
+        raise AttributeError(name)  # the last two: names that TransformerEngine looks up and can do without
     return _not_emulated(name)
 
 

@@ -8,7 +8,7 @@ from .casts import DTYPES, create_empty_quantized_tensor, quantize
 
 
 def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma) -> list:
-    """[y, mean, rsigma]: y [rows, n] of `otype`, quantized where there is a quantizer; mean and rsigma FP32 [rows]."""
+    """Return [y, mean, rsigma]: y [rows, n] of `otype`, or quantized with a quantizer; mean and rsigma FP32 [rows]."""
     x = input.float()
     mean = x.mean(-1, keepdim=True)
     rsigma = (x - mean).square().mean(-1, keepdim=True).add(eps).rsqrt()
@@ -59,7 +59,7 @@ def _gamma(weight: torch.Tensor, zero_centered_gamma: bool) -> torch.Tensor:
 
 
 def _output(y: torch.Tensor, out, quantizer, otype):
-    """Delayed scaling's codes and amax are made of the FP32 values; all others first round to `otype`."""
+    """Take delayed scaling's codes and amax from the FP32 values; all others first round to `otype`."""
     dtype = DTYPES[int(otype)]
     if type(quantizer).__name__ == "Float8Quantizer":
         made = create_empty_quantized_tensor(quantizer, y.shape, dtype, y.device, False) if out is None else out

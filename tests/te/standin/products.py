@@ -1,5 +1,4 @@
-"""Matrix products of quantized operands: `generic_gemm`, as cuBLAS would on the device that TransformerEngine sees, and
-many at once.
+"""Multiply quantized matrices: `generic_gemm`, like cuBLAS on TransformerEngine's device, and many at once.
 
 BLAS counts columns first, so in the row-major terms of PyTorch: with A [m, k] and B [n, k] after their transpositions,
 D = B @ A.T, [n, m]. Codes are exact in FP32, products of two codes too; they are summed in FP32, in the CPU's order.
@@ -39,10 +38,10 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list:
-    """[D, gradient of the bias, input of the GELU, extra output]; the last two are always None here.
+    """Return [D, gradient of the bias, input of the GELU, extra output]; the last two are always None here.
 
     Raises:
-        RuntimeError: what cuBLAS or the compiled module refuse: sizes, or a missing transpose.
+        RuntimeError: cuBLAS or the compiled module refuse: sizes, or a missing transpose.
         NotImplementedError: GELU, overlap with communication.
     """
     if gelu or comm_overlap is not None or extra_output is not None:
@@ -78,8 +77,9 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """One product after the other (csrc/extensions/gemm.cpp): into D[0] in a row where there is a single output, else
-    each into its own. What has an operand without elements is zeros. Returns `bias`, where `grad` the gradients."""
+    """Compute one product after the other (csrc/extensions/gemm.cpp): into consecutive rows of D[0] for a single
+    output, else each into its own. Products with an empty operand are zeros. Returns `bias`, the gradients if
+    `grad`."""
     outer = [_output_shape(_shape(a), transA, _shape(b), transB)[0] for a, b in zip(A, B, strict=True)]
     outs = D[0].split(outer) if single_output else D
     for a, b, out, own in zip(A, B, outs, bias, strict=True):
@@ -109,7 +109,7 @@ def _store(product: torch.Tensor, D, accumulate: bool, beta: float | None, outpu
 
 
 def _output_shape(a: tuple[int, ...], transA: bool, b: tuple[int, ...], transB: bool) -> list[int]:
-    """Leading dimensions of B and the outer one of A; raises where the contraction differs."""
+    """Return the leading dimensions of B and the outer one of A; raise if the contraction differs."""
     a_rows, b_rows = math.prod(a[:-1]), math.prod(b[:-1])
     if (a[-1] if transA else a_rows) != (b_rows if transB else b[-1]):
         raise RuntimeError(

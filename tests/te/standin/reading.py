@@ -1,4 +1,4 @@
-"""TransformerEngine's own source files, read so that a CPU stands where they say CUDA.
+"""Translate TransformerEngine's own source files from CUDA to CPU.
 
 TransformerEngine's Python asks `torch.cuda` for a device, allocates on "cuda" and refuses CPU tensors. The real
 `torch.cuda` stays as it is, because the rest of the process must go on seeing no GPU. So each source file of the
@@ -12,7 +12,7 @@ package `transformer_engine`, and no other, is translated while it is imported:
     torch.version.cuda          ->  "13.0"
     import triton, onnx, …      ->  import of a placeholder that may be named and decorated with, but not run
 
-Line numbers stay. What TransformerEngine computes and in which order is not touched.
+Line numbers stay. Its computations and their order stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from . import cuda_of_te
 PACKAGE = "transformer_engine"
 CUDA_VERSION = "13.0"
 ABSENT = ("triton", "onnx", "onnxscript", "einops")
-"""Packages that TransformerEngine imports at its top and that nothing under test runs."""
+"""Packages imported by TransformerEngine at its top, unused under test."""
 _PLACEHOLDERS = f"{__package__}.absent"
 
 
@@ -80,7 +80,7 @@ class CudaAsCpu(ast.NodeTransformer):
 
 
 class _CurrentDevice(ast.NodeTransformer):
-    """Inside a `device=…`: the number of the current device is the CPU."""
+    """Replace the number of the current device inside `device=…` by the CPU."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         # no deeper: torch.device("cuda", torch.cuda.current_device()) needs the number
@@ -100,7 +100,7 @@ def _dotted(node: ast.AST) -> str:
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads one source file, translated. Its bytecode is cached under a name that belongs to this translation."""
+    """Load one source file, translated. Its bytecode is cached under a name specific to this translation."""
 
     after: Callable[[ModuleType], None]
 
@@ -134,7 +134,7 @@ def _translated(source: bytes, path: str) -> CodeType:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds TransformerEngine's modules and the placeholders. `after` is called with each module that was executed."""
+    """Find TransformerEngine's modules and the placeholders. `after` is called with each executed module."""
 
     def __init__(self, after: Callable[[ModuleType], None]) -> None:
         self._after = after
@@ -153,7 +153,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class Placeholder:
-    """Stands where a name of an absent package is used while modules are imported: as a decorator, base or constant."""
+    """Stand for a name of an absent package during import: as a decorator, base or constant."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -20,20 +20,20 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 class MachineCode(NamedTuple):
     ptx: str
     registers: int
-    """Of a thread; 255 is the most, and 65,536 of a multiprocessor are shared by its threads."""
+    """Registers of a thread; 255 at most, and the threads of a multiprocessor share 65,536."""
     stack: int
-    """Bytes of local memory of a thread, where what finds no register is spilled, and arrays go."""
+    """Bytes of local memory of a thread, for spills and arrays."""
     shared: int
     """Bytes of shared memory of a program; Hopper has 227 KiB for all programs of a multiprocessor."""
 
     def widths(self, instruction: str) -> set[int]:
-        """Bits that one such access of global memory moves for a thread: `ld` or `st`."""
+        """Return the bits moved per thread by each access to global memory: `ld` or `st`."""
         found = re.findall(rf"\b{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bu](\d+)\b", self.ptx)
         return {int(count or 1) * int(bits) for count, bits in found}
 
 
 def compiled(kernel, signature: dict[str, str], constants: dict[str, object], tmp_path: Path, **options) -> MachineCode:
-    """A kernel as the launcher compiles it for arguments that are multiples of 16, as large tensors' pointers are.
+    """Compile a kernel like the launcher, for arguments divisible by 16, as large tensors' pointers are.
 
     Args:
         signature: "*bf16", "*u8", "fp32", "i32", … by the name of each parameter that is no constant. "i32" are

@@ -1,4 +1,4 @@
-"""The Adam step's kernels, as a Hopper GPU gets them: nothing in local memory, wide accesses, rounded as said."""
+"""Check the Adam step's kernels for a Hopper GPU: nothing in local memory, wide accesses, rounding as specified."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
     made = of(triton_adam.write_kernel, kind, tmp_path)
     assert made.stack == 0
     assert made.registers * 32 * triton_adam.LIMITS["num_warps"] * PROGRAMS <= OF_A_MULTIPROCESSOR
-    assert 64 in made.widths("ld") or kind == "O4"  # whose elements are bytes
+    assert 64 in made.widths("ld") or kind == "O4"  # with bytes as elements
     assert "fma.rn" not in _outside_divisions(made.ptx)
 
 
@@ -68,5 +68,5 @@ def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):
 
 
 def _outside_divisions(ptx: str) -> str:
-    """PTX without its correctly rounded divisions and roots, which are one instruction there."""
+    """Return PTX without its correctly rounded divisions and roots, single instructions there."""
     return "\n".join(line for line in ptx.splitlines() if "div.rn" not in line and "sqrt.rn" not in line)

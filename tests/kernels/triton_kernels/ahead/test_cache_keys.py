@@ -17,7 +17,7 @@ from fp8_backends.kernels import triton_adam
 
 
 def functions() -> Iterator[JITCallable]:
-    """All that Triton compiles or runs at compile time."""
+    """Return all functions compiled or run by Triton at compile time."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if module.name.rpartition(".")[2].startswith("triton_"):
             members = vars(importlib.import_module(module.name)).values()
@@ -28,7 +28,7 @@ FUNCTIONS = {f"{each.fn.__module__.removeprefix(kernels.__name__)}.{each.fn.__na
 
 
 def key_of(function: JITCallable) -> str:
-    """As a process would compute it that finds these globals."""
+    """Compute the key of a process with these globals."""
     for each in FUNCTIONS.values():
         each.hash, each.used_global_vals = None, {}
     return function.cache_key
@@ -39,7 +39,7 @@ KERNELS = [name for name, each in FUNCTIONS.items() if isinstance(each, JITFunct
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_global_value_that_a_kernel_reads(name, monkeypatch):
-    """Its own values, and those of the functions that it calls."""
+    """Include the globals of called functions."""
     function = FUNCTIONS[name]
     key = key_of(function)
     found = {at: where for each in FUNCTIONS.values() for at, where in each.used_global_vals.items()}

@@ -1,4 +1,4 @@
-"""The kernels that read gradients in E4M3, as a Hopper GPU gets them: nothing in local memory, wide accesses."""
+"""Check the kernels over E4M3 gradients for a Hopper GPU: nothing in local memory, wide accesses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kernels that quantize groups of rows and experts, as a Hopper GPU gets them: nothing in local memory, wide
-accesses, enough of them, whatever lies in the groups."""
+"""Check the kernels that quantize groups of rows and experts for a Hopper GPU: nothing in local memory, enough wide
+accesses for any groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kernel of the cross-entropy, as a Hopper GPU gets it: nothing in local memory, wide accesses, two programs at a
-time on a multiprocessor."""
+"""Check the cross-entropy kernel for a Hopper GPU: nothing in local memory, wide accesses, two programs at a time on a
+multiprocessor."""
 
 from __future__ import annotations
 

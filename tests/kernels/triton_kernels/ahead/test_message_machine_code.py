@@ -1,4 +1,4 @@
-"""The kernels of messages as machine code: whole vectors of 16 bytes, nothing spilled."""
+"""Check the machine code of message kernels: whole vectors of 16 bytes, nothing spilled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8_backends.kernels import triton_messages
 
 TABLE = {"table_ptr": "*i64", "parts": "i32", "messages_ptr": "*u8"}
 SIZES = {"columns": "i32:16", "stride": "i32:16"}
-"""As they are where a message's bytes are a multiple of 16, which all but the smallest buckets have."""
+"""Aligned as in messages of a multiple of 16 bytes, which all but the smallest buckets have."""
 PACK = {**TABLE, "own_ptr": "*fp32", **SIZES, "rank": "i32"}
 UNPACK = {**TABLE, "scale_inv_ptr": "*fp32", **SIZES}
 SUM = {
@@ -27,11 +27,12 @@ OF_VALUES = {"HAS_FP8_CASTS": True, "TILE": triton_messages.TILE}
 
 
 def is_wide(code) -> None:
-    """Values, codes and what stays here move in vectors of 16 bytes; exponents, one for 128 values, in bytes."""
+    """Tell if values, codes and local data move in vectors of 16 bytes; exponents, one for 128 values, move in
+    bytes."""
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
     assert code.widths("st") <= {128, 32, 8}  # 32: the scales
     assert code.stack == 0 and code.registers <= 128
-    assert ".ftz" not in code.ptx  # subnormal numbers stay what they are
+    assert ".ftz" not in code.ptx  # subnormal numbers stay unchanged
 
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])

@@ -1,4 +1,4 @@
-"""The kernels that quantize, as a Hopper GPU gets them: nothing in local memory, wide accesses, enough of them."""
+"""Check the casting kernels for a Hopper GPU: nothing in local memory, enough wide accesses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ CASTS = {"FORMAT": "e4m3", "HAS_FP8_CASTS": True, "stored_scale_inv_ptr": None}
 RECORDS = {"record_ptr": "*i32"}
 
 GIVEN = {"given": "*fp32", "window": "*i32"}
-"""What a rule reads beside the amax."""
+"""Other inputs of a rule, besides the amax."""
 
 IN_FLIGHT = 30_000
-"""Bytes that each of 132 multiprocessors must have asked for at any time: 4.8 TB/s for the 0.8 microseconds that memory
-takes to answer."""
+"""Bytes requested by each of 132 multiprocessors at any time: 4.8 TB/s for memory's latency of 0.8 microseconds."""
 
 
 def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:
@@ -39,7 +38,7 @@ def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3"
 
 
 def split(arguments: dict) -> tuple[dict, dict]:
-    """Those of which the type is told, and constants."""
+    """Separate parameters with a type from constants."""
     types = {name: value for name, value in arguments.items() if name.islower() and isinstance(value, str)}
     return types, {name: value for name, value in arguments.items() if name not in types}
 
@@ -135,14 +134,14 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_compile_without_spills(name, tmp_path):
-    """Sizes of 1 are constants, as Triton's launcher makes them."""
+    """Make sizes of 1 constants, like Triton's launcher."""
     code = cast(tmp_path, **VARIANTS[name])
     assert code.stack == 0
     assert ("satfinite" in code.ptx) == (name != "an older GPU")
 
 
 def test_a_matrix_of_one_number_compiles(tmp_path):
-    """As weights may be stored."""
+    """Weights may have this shape."""
     constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
     del constants["stored_scale_inv_ptr"]
     signature, tile = BOTH | SCALES | {"stored_scale_inv_ptr": "*fp32"}, blocks.BANDS[VECTORS]

@@ -1,4 +1,4 @@
-"""How often kernels are compiled: once for each kind of argument that makes faster code, and no more."""
+"""Count compilations of kernels: one per kind of argument with faster code, and no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8_backends.kernels import triton_blocks, triton_matrix
 
 
 class NoGPU:
-    """A stand-in for the driver: nothing is launched."""
+    """Stand for the driver, and launch nothing."""
 
     def get_current_target(self):
         return HOPPER
@@ -32,7 +32,7 @@ class NoGPU:
 
 
 class NothingCompiled:
-    """A stand-in for a compiled kernel."""
+    """Stand for a compiled kernel."""
 
     function = packed_metadata = None
 
@@ -45,7 +45,7 @@ class NothingCompiled:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """How many variants of each kernel the launches asked for."""
+    """Return the number of variants requested by launches, per kernel."""
     count = collections.Counter()
 
     def compile_nothing(self, key, signature, device, *of):
@@ -62,11 +62,11 @@ def compiled(monkeypatch):
 
 
 TOKENS = (1, 8, 20, 64, 1600)
-"""Multiples of 16 and others: code for the former alone stores wide in both layouts."""
+"""Multiples of 16 and others: code for only the former stores wide in both layouts."""
 
 
 def test_one_scale(compiled):
-    """The amax is read alike, whatever the rows; where scales and recorded amaxes lie in a state does not count."""
+    """Read the amax alike for any number of rows; positions of scales and recorded amaxes in a state do not count."""
     states = torch.zeros(3, 6, dtype=torch.int32)
     for tokens in TOKENS:
         x = torch.randn(tokens, 64)

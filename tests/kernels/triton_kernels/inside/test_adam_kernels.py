@@ -35,7 +35,7 @@ def states_are_made_without_kernels(monkeypatch):
     ),
 )
 def test_all_parameters_are_stepped_to_the_bit(case, options):
-    """Tiles that are full, and some that are not."""
+    """Include full and partial tiles."""
     sizes = (2200, 1) if "O4" in case else (3000, 1, 1024, 130)
     check(lambda: jobs(case, options, sizes=sizes))
 
@@ -66,7 +66,7 @@ def test_a_parameter_of_several_programs_is_stepped_to_the_bit(case):
 
 
 def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere():
-    """Roots of zero, blocks of zeros, the least roots and the largest quotients; and a gradient that is not finite."""
+    """Include roots of zero, blocks of zeros, the least roots and the largest quotients; and a non-finite gradient."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(2200, generator=generator) * 0.02
     values = weight, weight * 0, weight * 0

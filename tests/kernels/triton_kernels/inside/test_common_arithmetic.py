@@ -1,4 +1,4 @@
-"""The arithmetic that all kernels share, against `scaling` and `formats`, to the bit."""
+"""Compare the arithmetic shared by all kernels with `scaling` and `formats`, bitwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 2**15
 
 
 def any_numbers(count: int) -> torch.Tensor:
-    """FP32: of all exponents, near the formats' ranges, halfway between codes, and all that is special."""
+    """Return FP32 numbers of all exponents, near the formats' ranges, halfway between codes, and all special ones."""
     generator = torch.Generator().manual_seed(0)
     everywhere = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
     nearby = torch.randn(count, generator=generator) * torch.logspace(-9, 6, count)

@@ -1,4 +1,4 @@
-"""Which tensors go to the kernels where Triton is there. tests/kernels/test_triton_gate.py has the rest."""
+"""Select tensors for the kernels in a process with Triton. tests/kernels/test_triton_gate.py has the rest."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def values_of(dtype: torch.dtype, rows: int = 33, columns: int = 160, seed: int 
 
 
 def in_plain_pytorch(function, monkeypatch):
-    """What `function` returns where no kernel serves."""
+    """Return `function`'s result without kernels."""
     with monkeypatch.context() as patch:
         patch.setenv("FP8_BACKENDS_TRITON", "0")
         return function()
@@ -48,7 +48,7 @@ def test_a_cast_equals_plain_operations(dtype, spoiled, transposed, monkeypatch)
 @DTYPES
 @pytest.mark.parametrize("factor", [1.0, 2.0**-16, 0.3, -0.7, 0.0, torch.inf])
 def test_accumulated_gradients_equal_plain_operations(dtype, factor, monkeypatch):
-    """Three microbatches, a loss scale or a clip, and the rounding at the end."""
+    """Include three microbatches, a loss scale or a clip, and the final rounding."""
 
     def accumulated():
         total = quantize(values_of(dtype), E4M3.dtype)
@@ -89,7 +89,7 @@ def test_a_norm_tells_of_a_gradient_that_is_not_finite():
 
 
 def test_kernels_make_no_copies_of_the_values(monkeypatch):
-    """Codes are read as they are: a cast to FP32 of the whole would be what the kernels are there to save."""
+    """Read codes directly: the kernels exist to save an FP32 copy of the whole."""
 
     def refused(*_, **__):
         raise AssertionError("codes were turned into FP32")

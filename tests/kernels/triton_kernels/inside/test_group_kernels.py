@@ -1,5 +1,5 @@
-"""The kernels that quantize groups of rows and the weights of experts, against the plain operations, to the bit: all
-that they write, also at places without a row and in padded columns."""
+"""Compare the kernels that quantize groups of rows and experts with plain operations, bitwise: all outputs, also
+positions without a row and padded columns."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ lines_of_experts = functools.partial(grouped_scaling.quantize_experts, lines=Tru
 
 
 def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
-    """Magnitudes that differ from row to row and from column to column, a subnormal number, rows of zeros, NaN, and an
-    inf in the last group."""
+    """Return magnitudes varying over rows and columns, a subnormal number, rows of zeros, NaN, and an inf in the last
+    group."""
     rows = sum(sizes)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * torch.logspace(-3, 2, columns)
     x *= torch.logspace(-2, 1, rows).unsqueeze(1)
@@ -45,7 +45,7 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Te
 
 
 def plainly(monkeypatch, quantize, *args):
-    """The result without kernels, as an older GPU would lay it out."""
+    """Return the result without kernels, in an older GPU's layout."""
     with monkeypatch.context() as patched:
         patched.setenv(triton_gate.VARIABLE, "0")
         for module in (grouped_products, grouped_scaling):
@@ -65,7 +65,7 @@ def test_groups(sizes, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_dtypes_and_strides(dtype, monkeypatch):
-    """Of more than one tile along both dimensions, with gaps between the rows; with gaps in them."""
+    """Use more than one tile in both dimensions, with gaps between the rows and within them."""
     x, groups = tokens([70, 5], 600, dtype)
     for view in (x[:, 3:533], x[:, ::40]):
         for quantize, fmt in ((grouped_scaling.quantize_groups, E5M2), (lines_of_groups, E4M3)):
@@ -106,7 +106,7 @@ def test_one_layout_alone(layouts, monkeypatch):
 
 
 def test_places_of_more_than_2_31_elements(monkeypatch):
-    """Rows and matrices that lie so far apart; of the memory between them no page is touched."""
+    """Space rows and matrices that far apart; no page of the memory between them is touched."""
     memory = torch.empty(2**31 + 2**12, dtype=torch.bfloat16)
     x, weight = memory.as_strided((3, 40), (2**30, 1)), memory.as_strided((3, 20, 40), (2**30, 40, 1))
     weight.copy_(torch.randn(3, 20, 40))

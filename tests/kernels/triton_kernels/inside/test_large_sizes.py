@@ -1,4 +1,4 @@
-"""Kernels near and beyond 2**31 elements, where an int32 ends: single programs of a large grid."""
+"""Run kernels near and beyond 2**31 elements, the end of an int32: single programs of a large grid."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from triton.runtime.interpreter import interpreter_builder
 from fp8_backends.kernels import triton_backward, triton_matrix, triton_messages
 
 ALMOST = 2**31 - 100
-"""A number of elements to which nothing can be added."""
+"""A number of elements that allows no addition."""
 
 
 @pytest.fixture
 def programs(monkeypatch):
-    """`programs(first, count)`: a grid of one program runs as this one of so many."""
+    """Run a grid of one program as program `first` of a larger grid: `programs(first, count)`."""
     set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
 
     def as_one_of(first: int, count: int) -> None:
@@ -36,7 +36,7 @@ def test_an_amax(programs):
 
 
 def test_a_sum_of_messages_writes_nothing_behind_its_end(programs):
-    """Of a program whose blocks begin at 2**31 elements."""
+    """Run a program with blocks from 2**31 elements on."""
     blocks = 2**31 // triton_messages.BLOCK
     programs(blocks // triton_messages.TILE, blocks)
     received, own, columns = torch.zeros(1, blocks + 8192, dtype=torch.uint8), torch.zeros(1024), 1024
@@ -68,7 +68,7 @@ def test_places_in_messages(columns):
 
 
 def test_logits_of_any_strides_are_read_by_rows(monkeypatch):
-    """A stride from word to word would be multiplied by the word's number: beyond 2**31 for logits of long texts."""
+    """The kernel would multiply a stride between words by the word's number: beyond 2**31 for logits of long texts."""
     seen = []
     kernel = triton_backward.cross_entropy_kernel
     monkeypatch.setattr(triton_backward, "cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})

@@ -1,4 +1,4 @@
-"""Whole FP8 layers whose operands kernels make, in both layouts: the numbers of plain PyTorch, to the bit."""
+"""Compare whole FP8 layers with operands cast by kernels, in both layouts, with plain PyTorch, bitwise."""
 
 import copy
 
@@ -20,7 +20,7 @@ SCALINGS = ["dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8"]
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The layouts (rows, columns) that kernels were asked for, in order."""
+    """Record the layouts (rows, columns) requested from kernels, in order."""
     asked = []
     for module, name in ((triton_matrix, "quantize"), (triton_blocks, "quantize_blocks")):
         original = getattr(module, name)
@@ -97,7 +97,7 @@ def test_only_layouts_that_a_product_reads_are_made(scaling, launched):
 
 
 class Operations(TorchDispatchMode):
-    """Names of PyTorch's operations. Triton's interpreter has some of its own: it copies."""
+    """Record names of PyTorch's operations. Triton's interpreter adds its own: it copies."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed", "window"])
 def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling):
-    """Amaxes are recorded by the casts. One layer more that reads the same input records what the first cast saw."""
+    """Casts record amaxes. A second layer with the same input records the amax seen by the first cast."""
     shared = COMPUTE.new_shared(None, None)
     recipe = resolve(FP8RecipeKwargs(backend=f"native:{scaling}"))
     q, k = (COMPUTE.build(nn.Linear(32, 16, bias=False), recipe, shared).train() for _ in range(2))
@@ -126,7 +126,7 @@ def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling
 
 
 def test_kept_codes_of_a_weight_have_the_layouts_of_all_forwards_to_come(launched):
-    """Also those for dgrad, which the first of them, without gradients, does not read."""
+    """Include dgrad's layout, unread by the first forward without gradients."""
     model, x = layer("dynamic"), torch.randn(4, 40)
     COMPUTE.keep_weight_casts(model, True)
     with torch.no_grad():

@@ -42,7 +42,7 @@ def test_losses_and_gradients(words, dtype, smoothing):
     assert (found_losses.dtype, found.dtype) == (torch.float32, dtype)
     assert torch.allclose(found_losses.double(), losses, rtol=CLOSE, atol=CLOSE)
     assert found[labels == IGNORED].eq(0).all()
-    # one unit: the interpreter cuts off what bf16 has not, and a GPU rounds to nearest
+    # one unit: the interpreter truncates to bf16, and a GPU rounds to nearest
     smallest = torch.finfo(dtype).smallest_normal
     assert torch.allclose(found.double(), gradient, rtol=CLOSE + torch.finfo(dtype).eps, atol=CLOSE * 1e-1 + smallest)
 
@@ -62,7 +62,7 @@ def test_the_logits_give_their_memory_unless_they_have_gaps():
 
 @pytest.mark.parametrize("planted", [-torch.inf, torch.nan, torch.inf])
 def test_what_is_not_finite(planted):
-    """Of a word that cannot follow nothing is seen; NaN and inf show in the loss."""
+    """An impossible word (-inf) leaves no trace; NaN and inf reach the loss."""
     logits, labels = problem(3, 64, torch.float32)
     labels[:] = 5
     logits[0, 7], logits[1, 0] = planted, planted
@@ -95,5 +95,5 @@ def test_an_fp8_head_runs_on_the_kernels(monkeypatch):
         assert isinstance(logits, DeferredLogits) and logits.pending.output is None
         results.append((loss.detach(), x.grad, linear.weight.grad))
     for found, expected in zip(*results, strict=True):
-        # a gradient of the logits that differs in its last bit may have the next code of E5M2
+        # a gradient of the logits with another last bit may have the next code of E5M2
         assert (found - expected).norm() <= 0.02 * expected.norm()

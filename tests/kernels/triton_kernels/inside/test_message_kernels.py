@@ -1,4 +1,4 @@
-"""Messages made, added up and read by kernels: the bits of the reference."""
+"""Compare packing, summing and reading of messages by kernels with the reference, bitwise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_contributions_are_added_in_one_pass(ranks, dtype, columns):
 
 @pytest.mark.parametrize("ranks, rank", [(8, 7), (40, 17)])
 def test_contributions_of_many_ranks_are_added_in_pytorch_s_order(ranks, rank):
-    """As its vectors do it, of 16 elements at most; behind the last it has another order, which is not followed."""
+    """Follow the order of PyTorch's vectors, of at most 16 elements; the remainder has another order, not followed
+    here."""
     cases.check_reduce(triton_messages, ranks, 5008, rank, torch.float32, divisor=ranks, factor=0.3)
 
 
@@ -58,7 +59,7 @@ def test_gradients_of_several_dtypes_share_a_bucket():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 33])
 def test_each_tile_finds_its_gradient(count):
-    """Weights and biases by turns, so that some have several tiles and some a part of one."""
+    """Alternate weights and biases: some have several tiles, some a part of one."""
     of, start = [], 0
     for index in range(count):
         of.append(Part(torch.full((5000 if index % 2 else 100,), index + 1.0), start))
@@ -74,7 +75,7 @@ def test_each_tile_finds_its_gradient(count):
 
 
 def test_the_front_sends_tensors_to_the_kernels(monkeypatch):
-    """A step is one launch, however many gradients there are; those at odd addresses take a second one."""
+    """A step takes one launch for any number of gradients; gradients at odd addresses take a second one."""
     launches = []
     original = triton_messages._launch
     monkeypatch.setattr(triton_messages, "_launch", lambda kernel, *a, **k: launches.append(original(kernel, *a, **k)))

@@ -1,4 +1,4 @@
-"""The kernels that quantize, against the eager reference, to the bit: codes, transposed codes, scales and amaxes."""
+"""Compare casting kernels with the eager reference, bitwise: codes, transposed codes, scales and amaxes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, low: in
 
 
 def expected_of(x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: torch.Tensor | None = None) -> Layouts:
-    """In plain PyTorch operations."""
+    """Return the result of plain PyTorch operations."""
     amax = scaling.tensor_amax(scaling.without_nan(x) if rule == DYNAMIC else x)
     if scale is None:
         scale = {
@@ -76,7 +76,7 @@ def test_a_given_scale_takes_one_pass(monkeypatch):
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["dynamic", "given"])
 def test_one_inf_shows_in_the_scale(scale):
-    """In any tile, the last one of four too."""
+    """Place it in any tile, the last of four included."""
     x = matrix(70, 140)
     x[-1, -1] = -torch.inf
     found = triton_matrix.quantize(x, E4M3, scale)
@@ -87,7 +87,7 @@ def test_one_inf_shows_in_the_scale(scale):
 @pytest.mark.parametrize("rule", [POWER_OF_TWO, WINDOW])
 @pytest.mark.parametrize("with_nan", [False, True])
 def test_rules_of_the_levels(rule, with_nan):
-    """Powers of two; the window's own scale while it is warm. NaN counts."""
+    """Use powers of two, and the window's own scale while it is warm. NaN counts."""
     x = matrix(70, 140) if with_nan else matrix(70, 140).nan_to_num()
     state = scaling.new_window_state()[0]
     state.view(torch.float32)[scaling.SCALE] = 64.0
@@ -101,7 +101,7 @@ def test_rules_of_the_levels(rule, with_nan):
 
 @pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO])
 def test_the_cast_itself_records_the_amax(rule):
-    """Of a hundred programs, in place: nothing else is launched for it. NaN is ignored or kept as the rule has it."""
+    """Record over a hundred programs, in place, without another launch. The rule ignores or keeps NaN."""
     scale = torch.tensor(4.0) if rule == "given" else None
     named = {"rule": DYNAMIC if rule == "given" else rule}
     state, plain = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
@@ -117,7 +117,7 @@ def test_the_cast_itself_records_the_amax(rule):
 
 
 def test_results_are_zeroed_many_at_a_time(monkeypatch):
-    """And each is used once, in whatever mode it was made."""
+    """Use each result once, in any autograd mode."""
     made, zeroed = [], triton_matrix._zeroed_results
     monkeypatch.setattr(triton_matrix, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
     monkeypatch.setattr(triton_matrix, "_thread", threading.local())
@@ -129,7 +129,7 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
     assert len(made) == 2 and not any(each.scale_inv.is_inference() for each in found)
     assert [each.amax.item() for each in found] == [(x * i).abs().max().item() for i in range(1, 14)]
     found[0].scale_inv.mul_(1.0)
-    assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another that waits for backward
+    assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another result waiting for backward
     assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
     monkeypatch.setattr(devices, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
     triton_matrix.quantize(x, E4M3, one)
@@ -137,7 +137,7 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
 
 
 def test_a_weight_stored_as_scaled_fp16():
-    """Scale and amax are of the values."""
+    """Take scale and amax of the values."""
     stored = torch.tensor(2.0**-9)
     data = matrix(70, 140, torch.float16)
     values = data.float() * stored
@@ -204,7 +204,7 @@ def test_empty(shape):
 
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax_of_many_tiles(keep_nan, monkeypatch):
-    """More than there are programs: each takes every second. With gaps between the rows, and without."""
+    """Use more tiles than programs: each program takes every second one. With and without gaps between the rows."""
     monkeypatch.setattr(triton_matrix, "AMAX_PROGRAMS", 2)
     for x in (torch.randn(5, 8192, dtype=torch.bfloat16), torch.randn(40, 1025)[:, 1:]):
         for i, j in ((0, 0), (x.shape[0] // 2, 700), (-1, -1)):
@@ -222,7 +222,7 @@ def test_amax_of_many_tiles(keep_nan, monkeypatch):
     ids=lambda each: getattr(each, "name", str(each)),
 )
 def test_blocks(blocks, fmt, dtype):
-    """Squares that end at the edges, amaxes from the smallest numbers to inf."""
+    """Cut squares at the edges; use amaxes from the smallest numbers to inf."""
     x = matrix(130, 150, dtype, low=-44, high=38)
     x[3, 3] = torch.inf
     x[7, :32] = fmt.max * 2.0**-127  # mxfp8's smallest scale, without anything to round up
@@ -230,7 +230,7 @@ def test_blocks(blocks, fmt, dtype):
 
 
 def test_rows_of_more_than_one_tile():
-    """Read twice by one program, where nothing is wanted of the columns."""
+    """One program reads them twice, if columns are not requested."""
     x = matrix(5, 2100).flip(1)  # the largest first
     found = triton_blocks.quantize_blocks(x, ROWS, E4M3, columns=False)
     assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))

@@ -1,6 +1,6 @@
-"""A stand-in for MS-AMP, which cannot be installed any more: as much of its interface as Accelerate's code calls."""
+"""Stand in for MS-AMP, no longer installable, as far as Accelerate's code calls it."""
 
 
 def initialize(model, optimizer, opt_level):
-    """Model and optimizer, which MS-AMP replaces by its own."""
+    """Return model and optimizer; MS-AMP would replace them."""
     return model, optimizer

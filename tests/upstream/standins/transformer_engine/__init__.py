@@ -1,1 +1,1 @@
-"""A stand-in for TransformerEngine, which needs CUDA: as much of its interface as Accelerate's code around it calls."""
+"""Stand in for TransformerEngine, which needs CUDA, as far as Accelerate's code calls it."""

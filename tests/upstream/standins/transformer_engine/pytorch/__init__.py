@@ -1,4 +1,4 @@
-"""Layers that compute like PyTorch's and note in which autocast they ran."""
+"""Define layers that compute like PyTorch's and record their autocast."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ from torch import nn
 
 _regions = []
 forwards = []
-"""The recipe around each forward of a Linear so far; None where FP8 was off."""
+"""The recipe around each forward of a Linear so far; None without FP8."""
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def fp8_autocast(enabled=True, fp8_recipe=None):
 
 
 class Linear(nn.Module):
-    """As in TransformerEngine no `nn.Linear`, and without bias an empty tensor in its place."""
+    """Subclass no `nn.Linear`, like TransformerEngine's, and hold an empty tensor in place of a missing bias."""
 
     def __init__(self, in_features, out_features, bias=True, params_dtype=None):
         super().__init__()
@@ -48,4 +48,4 @@ class LayerNorm(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Accelerate asks whether a layer is one."""
+    """Exist for Accelerate's instance check."""

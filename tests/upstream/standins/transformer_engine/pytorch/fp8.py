@@ -1,6 +1,6 @@
-"""What Accelerate asks before it makes a recipe of MXFP8."""
+"""Answer Accelerate's checks before a recipe of MXFP8."""
 
 
 def check_mxfp8_support():
-    """(whether this machine has MXFP8, why not)."""
+    """Return (support of MXFP8 on this machine, reason against it)."""
     return True, ""
