@@ -1,14 +1,13 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
 The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
-model's own Linear or `Conv1D`, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
-children of the experts module.
+model's own Linear or `Conv1D`, so every reference to the module stays valid. 3-D weights of mixtures of experts get
+FP8 layers as children of the module that multiplies by them.
 """
 
 import difflib
 import fnmatch
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from ..compute.conv1d import is_conv1d, linear_like
-from ..compute.experts import functions
 from ..compute.interface import Compute
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe, differences
@@ -87,11 +85,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     head = fused_head.find(root, weights, recipe, compute) if recipe.fused_head else None
     layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared, head)
-    parts: dict[nn.Module, list[str]] = defaultdict(list)
-    for weight in chosen:
-        if weight.part:
-            parts[weight.module].append(weight.part)
-    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    parts = {weight.module: [w.part for w in chosen if w.module is weight.module] for weight in chosen if weight.part}
+    part_layers = [(module, compute.parts.build(module, names, recipe, shared)) for module, names in parts.items()]
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -105,26 +100,24 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         sizes = head.module.in_features, head.module.out_features
         swaps.append((head.module, HighPrecisionHead(*sizes, bias=False, device="meta"), HEAD_CONVERSION))
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
-    _swap_all(root, swaps, experts, recipe, new)
+    _swap_all(root, swaps, part_layers, recipe, new)
     prepared = prepared or new
     prepared.report = report
     root.__dict__[PREPARED] = prepared
     return prepared
 
 
-def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: Prepared | None) -> None:
-    """Swap layers, attach experts and the hooks of a new root; undo everything on an error."""
+def _swap_all(root: nn.Module, swaps: list, part_layers: list, recipe: Recipe, new: Prepared | None) -> None:
+    """Swap layers, attach those of parts and the hooks of a new root; undo everything on an error."""
     with ExitStack() as undo:
         for module, carrier, mark in swaps:
             undo.callback(restore_layer, module)
             swap_class(module, carrier, recipe, mark)
-        for module, weights in experts:
-            for layer in weights.values():
-                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
-            undo.callback(functions.detach, module, list(weights))
-            functions.attach(module, weights)
-            if recipe.activation_comm == "fp8":
-                functions.install_exchange(module)
+        for module, layers in part_layers:
+            for layer in layers.values():
+                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe, [type(layer).detach])
+                undo.callback(restore_layer, layer)
+            layers.attach(module, recipe)
         if new is not None:
             undo.callback(_detach, root, new)
             before = _attributes_and_hooks(root)
@@ -155,7 +148,6 @@ def restore(model: nn.Module) -> None:
             raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
     for module in modules:
         restore_layer(module)
-        functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
             _detach(module, prepared)
@@ -311,7 +303,7 @@ def _choose(
         else:
             chosen.append(weight)
         product.state = FP8
-        notes = [compute.note_on_experts(recipe)] if weight.part else []
+        notes = [compute.parts.note(recipe)] if weight.part else []
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
@@ -322,7 +314,9 @@ def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filte
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
     if weight.part:
-        return compute.unfit_experts(weight.module, weight.part, recipe)
+        if compute.parts is None:
+            return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
+        return compute.parts.unfit(weight.module, weight.part, recipe)
     if not is_conv1d(weight.module):
         return compute.unfit(weight.module, recipe)
     if compute.takes_conv1d:

@@ -27,7 +27,7 @@ HEAD_CONVERSION = "_fp8_head_conversion"
 """The `Conversion` of an output head in high precision with deferred logits."""
 
 CONTAINER = "fp8_weights"
-"""Name of the child of an experts module that runs its weights in FP8 (`compute.expert_functions`)."""
+"""Name of the child of a module with the FP8 layers of its Parameters (`compute.interface.PartLayers`)."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
 
@@ -56,14 +56,20 @@ def plain_name(name: str) -> str:
 
 
 def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module with a converted layer's weight, and the Parameter's name there: the layer itself, except for
-    the stand-in of an experts module's weight."""
+    """Return the module with a converted layer's weight, and the Parameter's name there: the layer itself, unless it is
+    the layer of another module's Parameter."""
     return getattr(layer, "fp8_owner", (layer, "weight"))
 
 
 def weight_name(name: str, layer: nn.Module) -> str:
-    """Return the Parameter's name for a converted layer's name. Weights of experts bear the Parameter's already."""
+    """Return the Parameter's name for a converted layer's name: the same for another module's Parameter."""
     return name if owner_of(layer)[0] is not layer else f"{name}.weight".lstrip(".")
+
+
+def part_layer(module: nn.Module, part: str) -> nn.Module | None:
+    """Return the FP8 layer of a Parameter that the module multiplies by itself, if it was converted."""
+    layers = module._modules.get(CONTAINER)
+    return None if layers is None else layers._modules.get(part)
 
 
 def check_is_module(model: object, hint: str = "") -> None:

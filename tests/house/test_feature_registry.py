@@ -1,4 +1,5 @@
-"""Delete optional features: the package trains without them, and refuses recipes that set their fields."""
+"""Delete optional features: the package trains without them, and refuses recipes that set their fields. At most six
+files in two rooms name one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import walks
+from test_arrows import ROOT, arrows
 
 import fp8_backends
 from fp8_backends.convert import features
 from fp8_backends.convert.features import FEATURES
+
+WITHOUT_FIELD = {
+    "experts": ["compute/experts", "convert/experts.py"],
+    "tensor parallelism": ["compute/native/tensor_parallel.py"],
+}
+"""Files of features without a recipe field."""
 
 TRAINING = """
 import sys, torch, accelerate, fp8_backends
@@ -64,13 +73,13 @@ print("trained, and refused", *missing)
 @pytest.mark.parametrize(
     "deleted, fields",
     [
-        (["watch"], {"guard": "skip", "monitor_every": "2"}),
+        (["watch", *WITHOUT_FIELD["tensor parallelism"]], {"guard": "skip", "monitor_every": "2"}),
         (
-            ["convert/saved_activations.py", "tensors/saved_values.py", "watch/guard.py"],
+            ["convert/saved_activations.py", "tensors/saved_values.py", "watch/guard.py", *WITHOUT_FIELD["experts"]],
             {"saved_activations": "fp8", "guard": "skip"},
         ),
     ],
-    ids=["guard and monitor", "saved activations and guard"],
+    ids=["guard, monitor and tensor parallelism", "saved activations, guard and experts"],
 )
 def test_package_trains_without_features_and_refuses_their_fields(tmp_path, deleted, fields):
     package = tmp_path / "fp8_backends"
@@ -100,3 +109,12 @@ def test_each_event_of_a_feature_is_run_and_explained():
     events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}
     assert events == {event for functions in FEATURES.values() for event in functions}
     assert events == set(re.findall(r"^    (\w+)\(", features.__doc__, re.M))
+
+
+@pytest.mark.parametrize("feature", WITHOUT_FIELD)
+def test_no_other_file_imports_a_feature_and_few_name_it(feature):
+    own = tuple(path.removesuffix(".py").replace("/", ".") for path in WITHOUT_FIELD[feature])
+    others = [(name, targets) for name, targets in arrows(ROOT).items() if not name.startswith(own)]
+    assert not [name for name, targets in others if any(target.startswith(own) for target in targets)]
+    files = walks.named_in(walks.FEATURES[feature])
+    assert len(files) <= 6 and len({name.split("/")[0] for name in files}) <= 2, files

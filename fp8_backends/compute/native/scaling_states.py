@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, ProductCounts
+from ..products import engine_for
 from .layer_rule import LayerRule, Stored
 
 _Amax = torch.Tensor | None
@@ -177,9 +178,11 @@ class KeepsLedger(nn.Module):
     """
 
     fp8_scaling: torch.Tensor | None = None
-    """int32 [3, 2 + history length], of experts [experts, 3, 2 + history length]; None for a rule without state."""
+    """int32 [3, 2 + history length], of each matrix for a 3-D weight; None for a rule without state."""
     fp8_recomputed = False
     """True if backward may run the last forward again."""
+    fp8_gathered: Callable[[nn.Module], Any]
+    """Make the layer's entry in `Compute.travelling`."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -191,6 +194,12 @@ class KeepsLedger(nn.Module):
     def fp8_products(self) -> torch.Tensor:
         """The numbers of fprops, dgrads, wgrads and recomputed fprops in FP8: int64 [4], on the CPU."""
         return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
+
+    @property
+    def fp8_engine(self) -> str:
+        """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
+        scaling = self.fp8_rule.scaling if self.fp8_rule.has_blocks else "dynamic"
+        return engine_for(self.weight.device, self.fp8_out_dtype, scaling)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
