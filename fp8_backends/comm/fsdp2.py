@@ -77,7 +77,7 @@ def agree(model: nn.Module, scaling_states: States) -> None:
         agree_after_backward(model, scaling_states, mesh_groups(model))
 
 
-def tensor_parallel_ranks(model: nn.Module) -> int:
+def ranks_sharing_layers(model: nn.Module) -> int:
     """Return the number of ranks that share a layer by tensor parallelism; 1 without.
 
     Under FSDP2 every weight is a DTensor: there tensor parallelism is the mesh dimension named "tp" by transformers and

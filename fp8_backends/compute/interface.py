@@ -19,7 +19,6 @@ from ..tensors.sharded_tensor import full_shape
 from ..tensors.statistics import Cast
 from ..torch_tools.modules import plain_name
 from .counts import KINDS, ProductCounts
-from .experts.functions import ExpertWeights
 from .fields import Field
 from .hardware import Availability
 
@@ -53,6 +52,10 @@ class Norm(NamedTuple):
     """The module whose class and added attributes `module` takes on, as in `Compute.build`."""
     reason: str | None
     """Why there is none."""
+
+
+PARTS: dict[str, Callable[[], Any]] = {}
+"""A backend's class, as in `registry.BUILT_IN` -> function that returns its `Compute.parts`, entered by a feature."""
 
 
 class Compute(ABC):
@@ -109,17 +112,13 @@ class Compute(ABC):
         moves its class and its added attributes onto `linear`, so that the module object, its Parameters, hooks, flags
         and every other reference to it survive. `shared`: the result of `new_shared`."""
 
-    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        """Do as `unfit` for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
-        return f"expert weights in one 3-D Parameter: {self.name} has no products for them (native and te have)"
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        """Return a remark for the report on experts in FP8, or None."""
-        return None
-
-    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
-        """Return stand-ins for these Parameters that run the module in FP8. Called for parts that fit."""
-        raise NotImplementedError
+    @property
+    def parts(self) -> Any:
+        """The products with 3-D Parameters that modules multiply by themselves (mixtures of experts), or None:
+        `unfit(module, part, recipe)`; `note(recipe)`, a remark for the report or None; `build(module, parts, recipe,
+        shared)`, FP8 layers by Parameter, with `attach(module, recipe)`, and `detach()` of each layer."""
+        names = (f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__)
+        return next((PARTS[name]() for name in names if name in PARTS), None)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Install hooks on the prepared root, after its layers were converted."""

@@ -70,17 +70,17 @@ def is_parallel(layer: nn.Module) -> bool:
     return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
 
 
-def part_obstacle(layer: nn.Module, multiple: int, otherwise: str) -> str | None:
-    """Return the reason to keep the parts of a tensor-parallel layer in high precision, or None. Products take features
-    in multiples of `multiple`; `otherwise` has the consequence for other sizes, and the remedy."""
-    if not is_parallel(layer) or not is_distributed(weight := layer.weight):
+def part_obstacle(layer: nn.Module, weight: torch.Tensor, multiple: int, otherwise: str) -> str | None:
+    """Return the reason to keep the parts of a weight in a tensor-parallel layer in high precision, or None. Products
+    take features in multiples of `multiple`; `otherwise` has the consequence for other sizes, and the remedy."""
+    if not is_parallel(layer) or not is_distributed(weight):
         return None
     mesh = weight.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     for placed, ranks, name in zip(weight.placements, mesh.shape, names, strict=True):
         is_fsdp = mesh.ndim > 1 and name != "tp"  # FSDP gathers its shards before the product
-        if placed.is_replicate() or ranks == 1 or is_fsdp:
-            continue
+        if placed.is_replicate() or ranks == 1 or is_fsdp or placed.dim % weight.dim() < weight.dim() - 2:
+            continue  # or whole matrices on each rank
         size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each packed weight
         part = -(-size // ranks)
         if part % multiple:

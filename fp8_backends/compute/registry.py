@@ -11,8 +11,10 @@ group `fp8_backends.backends`: a `Compute` subclass, or a function that returns 
 import importlib
 import importlib.metadata
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..words import shown
@@ -35,6 +37,13 @@ RESERVED = ("auto", "msamp", "ms-amp")
 
 factories: dict[str, Callable[[], Compute]] = {}
 instances: dict[str, Compute] = {}
+
+
+def load(folder: str) -> None:
+    """Import every file in a folder of this package, if there is one."""
+    path = Path(__file__).parents[1].joinpath(*folder.split("."))
+    for module in pkgutil.iter_modules([str(path)], f"fp8_backends.{folder}."):
+        importlib.import_module(module.name)
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:

@@ -1,14 +1,13 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
 The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
-model's own Linear, so every reference to the module stays valid. Experts' 3-D weights get FP8 layers as
-children of the experts module.
+model's own Linear, so every reference to the module stays valid. 3-D weights of mixtures of experts get FP8 layers as
+children of the module that multiplies by them.
 """
 
 import difflib
 import fnmatch
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from ..compute.experts import functions
 from ..compute.interface import Compute, TransposedLinear
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe, differences
@@ -84,12 +82,9 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared)
-    parts: dict[nn.Module, list[str]] = defaultdict(list)
-    for weight in chosen:
-        if weight.part:
-            parts[weight.module].append(weight.part)
-    experts = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
-    _turn_off_fast_accumulation(recipe, compute, weights, layers, experts)
+    parts = {weight.module: [w.part for w in chosen if w.module is weight.module] for weight in chosen if weight.part}
+    part_layers = [(module, compute.parts.build(module, names, recipe, shared)) for module, names in parts.items()]
+    _turn_off_fast_accumulation(recipe, compute, weights, layers, part_layers)
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -100,26 +95,24 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         new_norms += more
     swaps = [(*layer, CONVERSION) for layer in layers] + [(*layer, PLAIN_CONVERSION) for layer in new_norms]
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
-    _swap_all(root, swaps, experts, recipe, new)
+    _swap_all(root, swaps, part_layers, recipe, new)
     prepared = prepared or new
     prepared.report = report
     root.__dict__[PREPARED] = prepared
     return prepared
 
 
-def _swap_all(root: nn.Module, swaps: list, experts: list, recipe: Recipe, new: Prepared | None) -> None:
-    """Swap layers, attach experts and the hooks of a new root; undo everything on an error."""
+def _swap_all(root: nn.Module, swaps: list, part_layers: list, recipe: Recipe, new: Prepared | None) -> None:
+    """Swap layers, attach those of parts and the hooks of a new root; undo everything on an error."""
     with ExitStack() as undo:
         for module, carrier, mark in swaps:
             undo.callback(restore_layer, module)
             swap_class(module, carrier, recipe, mark)
-        for module, weights in experts:
-            for layer in weights.values():
-                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
-            undo.callback(functions.detach, module, list(weights))
-            functions.attach(module, weights)
-            if recipe.activation_comm == "fp8":
-                functions.install_exchange(module)
+        for module, layers in part_layers:
+            for layer in layers.values():
+                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe, [type(layer).detach])
+                undo.callback(restore_layer, layer)
+            layers.attach(module, recipe)
         if new is not None:
             undo.callback(_detach, root, new)
             before = _attributes_and_hooks(root)
@@ -150,7 +143,6 @@ def restore(model: nn.Module) -> None:
             raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
     for module in modules:
         restore_layer(module)
-        functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
             _detach(module, prepared)
@@ -269,13 +261,13 @@ def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]
 
 
 def _turn_off_fast_accumulation(
-    recipe: Recipe, compute: Compute, weights: list[Found], layers: list[tuple[nn.Module, nn.Module]], experts: list
+    recipe: Recipe, compute: Compute, weights: list[Found], layers: list[tuple[nn.Module, nn.Module]], part_layers: list
 ) -> None:
     """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an FP8 layer."""
     if recipe.fast_accumulation is True:
         return
     built = {(module, ""): carrier for module, carrier in layers}
-    built |= {(module, part): layer for module, parts in experts for part, layer in parts.items()}
+    built |= {(module, part): layer for module, parts in part_layers for part, layer in parts.items()}
     for pattern in recipe.fast_accumulation or (None,):
         matched = weights if pattern is None else _matched("fast_accumulation", pattern, weights)
         if pattern is not None and all(weight.product.state != FP8 for weight in matched):
@@ -324,7 +316,7 @@ def _choose(
         else:
             chosen.append(weight)
         product.state = FP8
-        notes = [compute.note_on_experts(recipe)] if weight.part else []
+        notes = [compute.parts.note(recipe)] if weight.part else []
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
@@ -335,7 +327,9 @@ def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filte
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
     if weight.part:
-        return compute.unfit_experts(weight.module, weight.part, recipe)
+        if compute.parts is None:
+            return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
+        return compute.parts.unfit(weight.module, weight.part, recipe)
     if isinstance(weight.linear, TransposedLinear) and not compute.takes_transposed:
         kind = weight.product.kind
         return f"{kind}, whose weight lies transposed: {compute.name} has no products for it (native has)"

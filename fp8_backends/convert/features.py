@@ -1,6 +1,6 @@
 """Run optional features: without the file of a feature, the package works and refuses recipes that set its field.
 
-A feature enters its functions in `FEATURES` when `load` imports its file, each under the name of an event:
+A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the name of an event:
 
     carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
@@ -10,13 +10,13 @@ A feature enters its functions in `FEATURES` when `load` imports its file, each 
     after_backward(accelerator, loss)           a backward pass under Accelerate is done
     join_uneven_inputs(accelerator)             refuse ranks with different numbers of steps
     report_samples(optimizer, report)           call `report(values, step)` for each sample of this optimizer's steps
+    find_part(module, name, part)               return (kind, (in, out), obstacle) of a Parameter, or None
+    count_visits(modules, names)                return a function: (name, module, part) -> passes of a token
+    has_whole_layers(module)                    return True if ranks share its layers without cutting any
     audit(roots)                                return fields of `Audit` for these prepared roots
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
@@ -24,14 +24,7 @@ from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
 FEATURES: dict[str, dict[str, Callable[..., Any]]] = {name: {} for name in OF_FEATURES}
-"""Recipe field of a feature -> its functions by event; empty without the feature's file."""
-
-
-def load(folder: str) -> None:
-    """Import every file in a folder of this package, if there is one."""
-    path = Path(__file__).parents[1] / folder
-    for module in pkgutil.iter_modules([str(path)], f"fp8_backends.{folder}."):
-        importlib.import_module(module.name)
+"""Recipe field (or name) of a feature -> its functions by event; empty without the feature's file."""
 
 
 def run(event: str, *arguments: Any) -> list[Any]:

@@ -52,14 +52,14 @@ ROWWISE_LINEAR = Kind(
     "weight_scale",
     ("has_bias",),
 )
+NOT_LINEAR = Kind("FP8Experts of transformers", FP8_LINEAR.library, "FP8Experts", "", ())
 COMPRESSED = Kind("Linear of compressed-tensors", "compressed_tensors", "", "weight_scale", ("quantization_status",))
-EXPERTS = Kind("FP8Experts of transformers", FP8_LINEAR.library, "FP8Experts", "", ())
 
 
 def kind_of(module: nn.Module) -> Kind | None:
     if "quantization_scheme" in module.__dict__ and isinstance(module, nn.Linear):
         return COMPRESSED
-    for kind in (FP8_LINEAR, ROWWISE_LINEAR, EXPERTS):
+    for kind in (FP8_LINEAR, ROWWISE_LINEAR, NOT_LINEAR):
         if isinstance(module, getattr(sys.modules.get(kind.library), kind.class_name, ())):
             return kind
     return None

@@ -15,13 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..compute.experts import functions
-from ..compute.experts.functions import ExpertWeight
 from ..tensors.block_codes import BlockCodes
 from ..tensors.sharded_tensor import full_shape
-from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, plain_name
+from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, part_layer, plain_name
 from ..words import as_html, by_reason, counted, listed, share
-from . import conv1d, quantized_layers
+from . import conv1d, features, quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
 """Precision of a weight product. The last is FP8 of another library, such as transformers' `FP8Linear`."""
@@ -41,7 +39,6 @@ ROUTER_NAMES = frozenset({"gate", "router"})
 """Segments in the name of a router: a Linear or weight inside such a module. `gate_proj` is none."""
 
 _ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
-_TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
 _WEIGHT_NAME = re.compile(r"weight|_proj$")
 _NOT_A_PRODUCT = re.compile(r"embed|norm|conv", re.IGNORECASE)
 _WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.ParameterList, nn.ParameterDict)
@@ -49,7 +46,6 @@ _DEFAULT_EXCLUSIONS = {
     kind: f"{words}: kept in high precision (name it with + in include to convert it, too)"
     for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
 }
-_LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
 
 
 @dataclass
@@ -172,7 +168,7 @@ class Found:
 
     @property
     def conversion(self) -> Conversion | None:
-        layer = functions.converted_weight(self.module, self.part) if self.part else self.module
+        layer = part_layer(self.module, self.part) if self.part else self.module
         return None if layer is None else layer.__dict__.get(CONVERSION)
 
 
@@ -184,7 +180,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
     is_head, (adapters, adapted) = _head_test(modules.values()), _peft_parts(modules.values())
-    experts_visited = _expert_counter(modules, names)
+    counters = features.run("count_visits", modules, names)
     weights = []
     for key, module in modules.items():
         for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
@@ -198,7 +194,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
             if (key, part) in adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
-            flops = 2 * sizes[0] * sizes[1] * experts_visited(full_names[0], module, part)
+            flops = 2 * sizes[0] * sizes[1] * math.prod(visits(full_names[0], module, part) for visits in counters)
             product = WeightProduct(full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:]))
             weight = Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
             if weight.conversion is not None:
@@ -211,8 +207,8 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 
 def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
     """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this module itself."""
-    if isinstance(module, ExpertWeight):
-        return  # its experts module has the Parameter
+    if hasattr(type(module), "fp8_owner"):
+        return  # another module has the Parameter
     if conv1d.is_conv1d(module):
         yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d.conv1d_class())
     elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
@@ -233,9 +229,8 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
             if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
             shape = full_shape(parameter)
-            if len(shape) == 3 and "expert" in f"{type(module).__name__} {name}".lower():
-                sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
-                yield part, "experts", tuple(sizes), functions.obstacle(module, part)
+            if found := next(filter(None, features.run("find_part", module, name, part)), None):
+                yield part, *found
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
                 kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
                 obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
@@ -338,28 +333,3 @@ def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, 
                 base = inner  # one wrapper for each adapted Parameter
             adapted.add((id(base), part))
     return adapters, adapted
-
-
-def _expert_counter(
-    modules: dict[int, nn.Module], names: dict[int, list[str]]
-) -> Callable[[str, nn.Module, str], float]:
-    """Return a function for the number of times a token passes a weight, by the experts visited."""
-    configs = (module.__dict__.get("config") for module in modules.values())
-    parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
-    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
-    top_k = next((number for number in numbers if isinstance(number, int)), None)
-    lists = {
-        name: len(module)
-        for key, module in modules.items()
-        if isinstance(module, nn.ModuleList) and (name := names[key][0]).split(".")[-1] == "experts"
-    }
-
-    def visited(name: str, module: nn.Module, part: str) -> float:
-        parameter = module._parameters.get(part)
-        if parameter is not None and len(full_shape(parameter)) == 3:
-            return top_k or full_shape(parameter)[0]
-        listed = _LISTED_EXPERT.match(name)
-        number = lists.get(listed[1]) if listed else None
-        return top_k / number if top_k and number else 1
-
-    return visited

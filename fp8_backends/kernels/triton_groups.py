@@ -1,4 +1,4 @@
-"""Triton kernels quantizing many matrices at once: groups of rows of one matrix, and weights of experts.
+"""Triton kernels quantizing many matrices at once: groups of rows of one matrix, and stacks of matrices.
 
 One launch finds all amaxes and one casts to both layouts, moving groups of rows to their places, with codes of zero
 between the groups; only the kernels read the groups' bounds. Results equal `scaling` and `formats`, to the bit.
@@ -67,7 +67,7 @@ def quantize_groups(
     return _quantize(x.unsqueeze(0), groups, owners, sources, fmt, scale, rows, columns, lines)
 
 
-def quantize_experts(
+def quantize_matrices(
     weight: torch.Tensor,
     fmt: Format,
     scale: torch.Tensor | None = None,
@@ -76,9 +76,9 @@ def quantize_experts(
     *,
     lines: bool = False,
 ) -> Layouts:
-    """Quantize matrices as one group each: weight [experts, rows, columns]. Returns `quantize_groups` of each expert:
-    codes [experts, rows', columns'], scale_inv [experts, rows']; transposed [experts, columns', rows'], and its
-    scale_inv [experts, columns']."""
+    """Quantize matrices as one group each: weight [matrices, rows, columns]. Returns `quantize_groups` of each matrix:
+    codes [matrices, rows', columns'], scale_inv [matrices, rows']; transposed [matrices, columns', rows'], and its
+    scale_inv [matrices, columns']."""
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
     return _quantize(weight, len(weight), None, None, fmt, scale, rows, columns, lines)
 

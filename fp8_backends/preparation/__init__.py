@@ -26,8 +26,8 @@ from . import optimizer_steps, ranks
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
 
-features.load("convert")
-features.load("watch")
+registry.load("convert")
+registry.load("watch")
 
 
 def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:

@@ -34,7 +34,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         for _, root, prepared in roots:
             travelling |= prepared.compute.travelling(root, prepared.recipe)
         fsdp2.connect_weights(model, travelling)
-    elif fsdp2.tensor_parallel_ranks(model) > 1:
+    elif fsdp2.ranks_sharing_layers(model) > 1:
         fsdp2.agree(model, states)
         levels.expect_equal_gradients(model)
 

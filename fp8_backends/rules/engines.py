@@ -43,7 +43,7 @@ TENSOR_PARALLEL_RULES = (
     ),
     refused(
         "te_tensor_parallel",
-        lambda s: s.recipe.compute == "te" and not s.experts_alone and _shares_layers(s),
+        lambda s: s.recipe.compute == "te" and not s.whole_layers and _shares_layers(s),
         "TransformerEngine's layers know tensor parallelism by process groups of their own, and not the DTensors of "
         "PyTorch, transformers and Accelerate",
         "use native:… or ao:…, or leave tensor parallelism out",

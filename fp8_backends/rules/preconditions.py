@@ -11,7 +11,6 @@ from .. import rules
 from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
-from ..compute.experts.functions import is_expert_parallel
 from ..convert import conversion, features, quantized_layers
 from ..convert.conversion import prepared_roots
 from ..convert.weight_products import offloaded_modules
@@ -58,9 +57,10 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` if ranks share layers of the model and this setup does not support it."""
-    if (ranks := fsdp2.tensor_parallel_ranks(model)) > 1:
+    if (ranks := fsdp2.ranks_sharing_layers(model)) > 1:
         holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
-        shared = replace(setup, tensor_parallel=ranks, experts_alone=all(map(is_expert_parallel, holders)))
+        whole_layers = all(any(features.run("has_whole_layers", module)) for module in holders)
+        shared = replace(setup, tensor_parallel=ranks, whole_layers=whole_layers)
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
 
 

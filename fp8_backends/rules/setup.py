@@ -74,8 +74,8 @@ class Setup:
     engine_bf16: bool | None = None
     """DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None
-    experts_alone: bool = False
-    """The ranks share whole experts and nothing else (expert parallelism)."""
+    whole_layers: bool = False
+    """The ranks share whole layers and cut none (expert parallelism)."""
     comm_hook: str | None = None
     accumulation_steps: int | None = None
     max_grad_norm: float | None = None

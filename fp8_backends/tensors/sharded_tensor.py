@@ -26,6 +26,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the collective behind a tensor."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a DTensor placed as `tensor` with another local part; `local` itself for any other tensor."""
     if not is_distributed(tensor):

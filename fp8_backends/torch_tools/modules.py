@@ -27,7 +27,7 @@ PLAIN_CONVERSION = "_fp8_plain_conversion"
 """The `Conversion` of a layer in high precision with another class, such as a norm."""
 
 CONTAINER = "fp8_weights"
-"""Name of the child of an experts module that runs its weights in FP8 (`compute.expert_functions`)."""
+"""Name of the child of a module with the FP8 layers of its Parameters (`compute.interface.PartLayers`)."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
 
@@ -55,13 +55,19 @@ def plain_name(name: str) -> str:
 
 
 def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module and the name of a layer's weight; the layer itself, unless it stands for experts."""
+    """Return the module and the name of a layer's weight: the layer itself, unless another module has the Parameter."""
     return getattr(layer, "fp8_owner", (layer, "weight"))
 
 
 def weight_name(name: str, layer: nn.Module) -> str:
-    """Return the Parameter's name for a converted layer's name. Weights of experts bear the Parameter's already."""
+    """Return the Parameter's name for a converted layer's name: the same for another module's Parameter."""
     return name if owner_of(layer)[0] is not layer else f"{name}.weight".lstrip(".")
+
+
+def part_layer(module: nn.Module, part: str) -> nn.Module | None:
+    """Return the FP8 layer of a Parameter that the module multiplies by itself, if it was converted."""
+    layers = module._modules.get(CONTAINER)
+    return None if layers is None else layers._modules.get(part)
 
 
 def check_is_module(model: object, hint: str = "") -> None:

@@ -145,7 +145,7 @@ def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
     def engine_for(device, out_dtype, scaling="dynamic", has_e5m2=False):
         return EMULATED if scaling == "mxfp8" else products.engine_for(device, out_dtype)
 
-    monkeypatch.setattr("fp8_backends.compute.native.backend.engine_for", engine_for)
+    monkeypatch.setattr("fp8_backends.compute.native.scaling_states.engine_for", engine_for)
     with caplog.at_level("WARNING", logger="fp8_backends"):
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
@@ -155,7 +155,7 @@ def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
 def test_e5m2_in_blocks_of_128_is_emulated_on_a_gpu(monkeypatch, caplog):
     """An H200 with torch 2.11 refuses it; without a driver a CUDA device stands for an FP8 GPU."""
     on_a_gpu, gpu = products.engine_for, torch.device("cuda")
-    engine_for = "fp8_backends.compute.native.backend.engine_for"
+    engine_for = "fp8_backends.compute.native.scaling_states.engine_for"
     monkeypatch.setattr(engine_for, lambda _, *arguments: on_a_gpu(gpu, *arguments))
     notices = []
     for fp8_format in ("E4M3", "HYBRID"):

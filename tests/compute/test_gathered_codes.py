@@ -8,8 +8,8 @@ from expert_families import make_experts
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute.experts.native_layer import oriented_layouts
-from fp8_backends.compute.native.gathered_weights import ExpertCodes, WeightCodes
+from fp8_backends.compute.experts.native_layer import ExpertCodes, oriented_layouts
+from fp8_backends.compute.native.gathered_weights import WeightCodes
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.scaling import Quantized
@@ -116,7 +116,7 @@ def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, tr
 
 def _operand(layer, stored: Stored, product: str) -> Quantized:
     state, is_fprop = layer.fp8_scaling, product == FPROP
-    made = oriented_layouts(layer.fp8_rule, None, stored, layer.fp8_transposed, state, is_fprop, not is_fprop)
+    made = oriented_layouts(layer.fp8_rule, None, stored, layer.transposed_weight, state, is_fprop, not is_fprop)
     return made.along_columns() if is_fprop else made.along_rows()
 
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_backends.compute.native.backend import layer_rule
-from fp8_backends.compute.native.layer_rule import Stored, quantized
+from fp8_backends.compute.native.layer_rule import Stored, quantized, split_of
 from fp8_backends.compute.native.linear import LinearFunction
 from fp8_backends.compute.native.scaling_states import Ledger
-from fp8_backends.compute.native.tensor_parallel import COLWISE, ROWWISE, Cut, split_of
+from fp8_backends.compute.native.tensor_parallel import COLWISE, ROWWISE, Cut
 from fp8_backends.formats.scaling import INPUT, WEIGHT
 from fp8_backends.recipes import handlers as recipes
 

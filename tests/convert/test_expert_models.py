@@ -13,7 +13,7 @@ from transformers.integrations import moe
 
 import fp8_backends
 from fp8_backends import preparation
-from fp8_backends.compute.experts import functions
+from fp8_backends.compute import experts as functions
 from fp8_backends.compute.products import exact_engine
 from fp8_backends.compute.registry import get_compute
 from fp8_backends.convert import conversion

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
+from fp8_backends.compute import experts as functions
 from fp8_backends.compute import hardware
-from fp8_backends.compute.experts import functions
 from fp8_backends.convert import conversion
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.states import levels

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends.compute.native import layer_rule
-from fp8_backends.compute.native.tensor_parallel import Split
+from fp8_backends.compute.native.layer_rule import Split
 from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M3

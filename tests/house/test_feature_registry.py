@@ -1,4 +1,5 @@
-"""Delete optional features: the package trains without them, and refuses recipes that set their fields."""
+"""Delete optional features: the package trains without them, and refuses recipes that set their fields. At most six
+files in two rooms name one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import walks
+from test_arrows import ROOT, arrows
 
 import fp8_backends
 from fp8_backends.convert import features
 from fp8_backends.convert.features import FEATURES
+
+WITHOUT_FIELD = {
+    "experts": ["compute/experts", "convert/experts.py"],
+    "tensor parallelism": ["compute/native/tensor_parallel.py"],
+}
+"""Files of features without a recipe field."""
 
 TRAINING = """
 import sys, torch, accelerate, fp8_backends
@@ -72,13 +81,13 @@ sys.exit(main(["monitor"]))
 @pytest.mark.parametrize(
     "deleted, fields",
     [
-        (["watch"], {"guard": "skip", "monitor_every": "2"}),
+        (["watch", *WITHOUT_FIELD["tensor parallelism"]], {"guard": "skip", "monitor_every": "2"}),
         (
-            ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py"],
+            ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py", *WITHOUT_FIELD["experts"]],
             {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},
         ),
     ],
-    ids=["guard and monitor", "saved activations, guard and head"],
+    ids=["guard, monitor and tensor parallelism", "saved activations, guard, head and experts"],
 )
 def test_package_trains_without_features_and_refuses_their_fields(tmp_path, deleted, fields):
     package = tmp_path / "fp8_backends"
@@ -118,11 +127,14 @@ def test_each_event_of_a_feature_is_run_and_explained():
     assert events == set(re.findall(r"^    (\w+)\(", features.__doc__, re.M))
 
 
-@pytest.mark.parametrize("name", [*FEATURES, "Conv1D"])
-def test_few_files_name_a_feature(name):
-    """Rules aside, which name the field of each problem."""
-    root = Path(fp8_backends.__file__).parent
-    word = re.compile(rf"\b({name}|{name.removesuffix('_every')})\b")
-    naming = {path.relative_to(root) for path in root.rglob("*.py") if word.search(path.read_text(encoding="utf-8"))}
-    naming = {path.as_posix() for path in naming if path.parts[0] not in ("docs", "examples", "rules")}
-    assert len(naming) <= 6, naming
+@pytest.mark.parametrize("feature", WITHOUT_FIELD)
+def test_no_other_file_imports_a_feature(feature):
+    own = tuple(path.removesuffix(".py").replace("/", ".") for path in WITHOUT_FIELD[feature])
+    others = [(name, targets) for name, targets in arrows(ROOT).items() if not name.startswith(own)]
+    assert not [name for name, targets in others if any(target.startswith(own) for target in targets)]
+
+
+@pytest.mark.parametrize("feature", walks.FEATURES)
+def test_few_files_name_a_feature(feature):
+    files = walks.named_in(walks.FEATURES[feature])
+    assert len(files) <= 6, files

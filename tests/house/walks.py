@@ -1,4 +1,5 @@
-"""Print the files of the package through which four things pass: `python tests/house/walks.py`.
+"""Print the files of the package through which four things pass, and those that name a feature: `python
+tests/house/walks.py`.
 
 The tracer lists, in order, each file with a function that receives the thing as an argument (`self` is none); "in all"
 counts every file that ran. A return is a call from another file into a file that has handed the thing on to a third
@@ -9,8 +10,10 @@ backward, a step) starts a leg of its own, and returns are counted within a leg.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +26,34 @@ from fp8_backends import FP8RecipeKwargs
 from fp8_backends.compute.native.layer_rule import LayerRule
 
 ROOT = Path(fp8_backends.__file__).parent
+
+FEATURES = {
+    "experts": r"expert",
+    "tensor parallelism": r"tensor_?parallel|(^|_)tp(_|$)",
+    "saved activations": r"saved_?activations|saved_values",
+    "fused head": r"fused_?head|deferred_?logits|defers_?(head|logits)",
+    "Conv1D": r"conv_?1d",
+    "guard": r"(^|_)guard",
+    "monitor": r"(^|_)monitor",
+}
+"""Feature -> pattern of its identifiers, in any case."""
+
+
+def named_in(pattern: str) -> dict[str, int]:
+    """Count the identifiers that match a pattern by package file, without strings, comments and docstrings. The room of
+    rules is left out: a rule refuses features by name."""
+    counts = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name.split("/")[0] in ("rules", "docs", "examples"):
+            continue
+        with tokenize.open(path) as file:
+            tokens = tokenize.generate_tokens(file.readline)
+            words = [token.string for token in tokens if token.type == tokenize.NAME]
+        count = sum(bool(re.search(pattern, word, re.IGNORECASE)) for word in words)
+        if count or re.search(pattern, name, re.IGNORECASE):
+            counts[name] = count
+    return counts
 
 
 class Walk:
@@ -124,6 +155,11 @@ def checkpoint(load: bool) -> Walk:
 
 
 if __name__ == "__main__":
+    for feature, pattern in FEATURES.items():
+        counts = named_in(pattern)
+        rooms = {name.split("/")[0] for name in counts}
+        print(f"{feature}: named by {len(counts)} files in {len(rooms)} rooms")
+        print("   ", ", ".join(f"{name} {count}" for name, count in counts.items()))
     recipe_to_product().report("a backend string to its first product")
     weight_to_step().report("a weight to its O2 step")
     checkpoint(load=False).report("a checkpoint to the disk")

@@ -26,8 +26,7 @@ from ...formats.scaling import (
 from ...kernels.layouts import Layouts
 from ...kernels.quantize import cast, quantize_blocks, quantize_rows
 from ...kernels.triton_gate import is_eager, usable
-from ..native.layer_rule import ALONG_CONTRACTION, LayerRule, Stored
-from ..native.tensor_parallel import Split
+from ..native.layer_rule import ALONG_CONTRACTION, LayerRule, Split, Stored
 from ..products import ALIGNMENT, pad, row_major
 from .grouped_products import READS_SIZES, Groups, block_places, has_places, pad_scales, rows_of_groups
 
@@ -125,7 +124,7 @@ def _quantize_data(
     if usable(weight):
         from ...kernels import triton_groups
 
-        return triton_groups.quantize_experts(weight, fmt, scale, rows, columns, lines=lines)
+        return triton_groups.quantize_matrices(weight, fmt, scale, rows, columns, lines=lines)
     if _is_traced(weight):
         parts = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, lines)
         return _from_list(parts, rows, columns, not lines)

@@ -8,31 +8,26 @@ multiplied with their one scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...errors import FP8BackendError
 from ...formats.formats import E4M3, E5M2
-from ...formats.scaling import GRAD_OUTPUT, INPUT, ROWS, WEIGHT, Blocks, Quantized
+from ...formats.scaling import GRAD_OUTPUT, INPUT, ROWS, WEIGHT, Blocks, Quantized, times
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.gathered_codes import GatheredCodes
-from ...tensors.sharded_tensor import is_distributed
 from ..interface import Recipe
-from ..native.layer_rule import ALONG_CONTRACTION, DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state
+from ..native.backend import layer_rule
+from ..native.gathered_weights import WeightCodes, exponents
+from ..native.layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state, parallel, split_of
 from ..native.linear import is_checkpointed
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
-from ..native.tensor_parallel import COLWISE, ROWWISE, Cut, cut_of_a_block, split_of
-from ..refusals import is_parallel, refuse_second_derivative
-from . import functions, grouped_scaling
-from .functions import ExpertWeight, ExpertWeights, first_weight, own_experts, own_part
-from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from ..products import emulates
+from ..refusals import refuse_second_derivative
+from . import ExpertWeight, ExpertWeights, first_weight, grouped_scaling, misfit, own_experts, own_part, sizes_of
+from .grouped_products import Groups, grouped_engine_for, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 
 _ARRIVED = ("arrived",)
 """The key of codes from other ranks in `SharedCodes`."""
@@ -42,27 +37,23 @@ _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 
 
 def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-    """Return the reason to keep this weight in high precision, or None."""
-    if reason := functions.unfit(experts, part, recipe.fp8_params):
-        return reason
-    along = ALONG_CONTRACTION.get(recipe.scaling)
-    length = along and along.weight_blocks.columns
-    for mesh, _, size in _cuts_of(experts, experts._parameters[part]):
-        features = size // mesh.size()
-        if length and features % length:
-            return f"tensor parallelism gives each rank {features} of {size} features, {cut_of_a_block(length)}"
-    return None
+    """Do as `Compute.parts`."""
+    weight, blocks = experts._parameters[part], layer_rule(recipe).weight_blocks
+    return misfit(experts, part, recipe) or parallel("cut_obstacle", experts, weight, blocks)
 
 
-def _cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
-    """Yield (mesh, dimension of the weight, size of each packed weight) for each mesh that cuts every expert."""
-    if not (is_parallel(experts) and is_distributed(weight)):
-        return
-    mesh = weight.device_mesh
-    for index, placed in enumerate(weight.placements):
-        if not placed.is_replicate() and placed.dim and mesh.size(index) > 1:
-            size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)
-            yield mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]], placed.dim, size
+def note(recipe: Recipe) -> str | None:
+    """Do as `Compute.parts`."""
+    rule, remark = layer_rule(recipe), "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2"
+    return None if rule.has_blocks or rule.gradient_format == E4M3 else remark
+
+
+def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
+    """Do as `Compute.parts`."""
+    weights = FP8Experts({part: FP8ExpertWeight(experts, part) for part in parts})
+    for weight in weights.values():
+        weight.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+    return weights
 
 
 class FP8Experts(ExpertWeights):
@@ -109,30 +100,78 @@ class FP8Experts(ExpertWeights):
         return next(iter(self.values()))
 
 
+class ExpertCodes(WeightCodes):
+    """The codes of a 3-D weight, sharded by experts, each whole on a rank. Amaxes and scales are [experts, rows of
+    blocks, blocks in a row], and [experts, 1, 1] by a rule with one scale."""
+
+    dimensions = 3
+
+    @property
+    def amax(self) -> torch.Tensor | None:
+        return self.agreed[gathered_codes.FPROP].flatten() if self.change_in_forward else None
+
+    def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
+        stored = Stored.of(shard)
+        return [self._amaxes(stored, first, shape, product) for product in self.products]
+
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        if not len(shard):
+            return stored.data.to(rule.forward_format.dtype)
+        blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
+        scale = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
+        codes = blocks.cast(_stacked(stored.data, blocks), scale, rule.forward_format)
+        return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
+
+    def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        blocks, rule = self._blocks_of_expert(product, shape), self.layer.fp8_rule
+        down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
+        amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
+        if len(stored.data):
+            if rule.keeps_nan:
+                local = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
+            else:
+                local = times(blocks.amax(_stacked(stored.data, blocks)), stored.scale_inv)
+            amaxes.narrow(0, first, len(stored.data)).copy_(local.view(-1, down, across))
+        return exponents(amaxes, rule)
+
+    def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
+        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one scale."""
+        if self.layer.fp8_rule.along is None:
+            return ROWS._replace(rows=shape[1])
+        rows, columns = self._block_shape(product)
+        return self.layer.fp8_rule.along.weight_blocks._replace(rows=rows or shape[1], columns=columns)
+
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.layer.fp8_rule.scaling == "delayed":
+            return grouped_scaling.delayed_scales(self.layer.fp8_scaling, WEIGHT).view(amax.shape)
+        return super()._scale(amax)
+
+
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     """One 3-D weight with products in FP8; the ledger counts a product of all experts as one. Under expert parallelism
     `fp8_scaling` holds the states of all ranks' experts; a rank records its own, and the ranks exchange them."""
 
+    fp8_gathered = ExpertCodes
+
+    @property
+    def fp8_engine(self) -> str:
+        rule, device = self.fp8_rule, self.weight.device
+        is_grouped = not (rule.has_blocks or emulates(rule.sums, device))
+        return grouped_engine_for(device) if is_grouped else super().fp8_engine
+
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_own = own_experts(*self.fp8_owner)
-        cuts = _cuts_of(self.fp8_experts[0], self.weight)
-        styles = (Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE) for mesh, dim, _ in cuts)
-        self.fp8_cut = next(styles, None)
-        """The cut of each expert's matrix by a tensor-parallel plan, or None."""
+        self.fp8_cut = parallel("cut_of", self.fp8_experts[0], self.weight, self.transposed_weight)
         super().set_rule(rule, shared, history_len)
 
     def _reset_state(self, device: torch.device) -> None:
-        self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
-        state = new_state(self.fp8_rule, self.fp8_history_len, device)
-        self.fp8_scaling = None if state is None else state.repeat(self.sizes[0], 1, 1)
+        experts, state = sizes_of(*self.fp8_owner)[0], new_state(self.fp8_rule, self.fp8_history_len, device)
+        self.fp8_ledger = Ledger(device, experts, self.fp8_own.start)
+        self.fp8_scaling = None if state is None else state.repeat(experts, 1, 1)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        groups: Groups,
-        out_dtype: torch.dtype,
-        arrived: Quantized | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype, arrived: Quantized | None
     ) -> torch.Tensor:
         """Return [rows, out] from the grouped rows x [rows, in].
 
@@ -155,11 +194,11 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         with torch.no_grad():
             stored = Stored.of(weight)
             w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
-        constants = self.fp8_rule, self.fp8_cut, self.fp8_transposed, out_dtype, keep, keep and self.training
+        constants = self.fp8_rule, self.fp8_cut, self.transposed_weight, out_dtype, keep, keep and self.training
         return GroupedFunction.apply(x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived)
 
     def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
-        rule, transposed = self.fp8_rule, self.fp8_transposed
+        rule, transposed = self.fp8_rule, self.transposed_weight
         for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # kept codes serve all later forwards
 
         def quantize() -> Layouts:
@@ -174,7 +213,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         return self.fp8_shared.of_weight(self, (rule,), quantize)
 
     def extra_repr(self) -> str:
-        experts, outputs, inputs = self.sizes
+        experts, outputs, inputs = sizes_of(*self.fp8_owner)
         rows = " by rows" if gradient_by_rows(self.fp8_rule) else ""
         rule = self.fp8_rule._replace(gradient_format=E4M3) if rows else self.fp8_rule
         return f"{experts} experts, {inputs} -> {outputs}, {rule!r}{rows}"
@@ -249,9 +288,7 @@ def gradient_by_rows(rule: LayerRule) -> bool:
     return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
 
 
-def quantized_weight(
-    rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut: Cut | None = None
-) -> Layouts:
+def quantized_weight(rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut=None) -> Layouts:
     """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and for dgrad if the same
     codes serve. Empty layouts if no product reads them. `state`: of the delayed rule, read-only."""
     rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
@@ -344,3 +381,9 @@ def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Te
 
 def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     return weight.transpose(1, 2) if transposed else weight
+
+
+def _stacked(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Stack matrices [experts, rows, columns] vertically, each starting at a block of its own."""
+    missing = -experts.shape[1] % blocks.rows
+    return (F.pad(experts, (0, 0, 0, missing)) if missing else experts).flatten(0, 1)

@@ -12,10 +12,19 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...tensors.scaled_tensor import ScaledTensor
+from ..interface import Recipe
 from ..te import weights
 from ..te.layer import ModelState, TELayer
 from ..te.linear import PlainWgrad
-from .functions import ExpertWeight, ExpertWeights, own_experts, own_part, sizes_of
+from ..te.recipes import check_version
+from . import ExpertWeight, ExpertWeights, own_experts, own_part, sizes_of
+
+
+def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
+    """Do as `Compute.parts`."""
+    instead = f"native:{recipe.scaling}, or exclude them"
+    check_version(f"{recipe.name} of experts", instead, te.GroupedLinear, "_get_bias_tensors", "2.14")
+    return TEExperts({part: TEExpertWeight(experts, part, shared) for part in parts})
 
 
 class TEExperts(ExpertWeights):
@@ -67,17 +76,14 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
     def matrices(self) -> int:
         return self.num_gemms
 
-    @property
-    def transposed_weight(self) -> bool:
-        return self.fp8_transposed
-
     def _get_weight_tensors(self) -> list[torch.Tensor]:
         """Return TransformerEngine's operands, as in `TEProducts`."""
         weight = own_part(*self.fp8_owner)
         if isinstance(weight, ScaledTensor):
             quantizers, scaling = self._get_weight_quantizers(), self.te_state.recipe.scaling
-            casts = weights.experts_for_te(weight, self.fp8_transposed, quantizers, scaling)
-            matrices = weights.differentiable(weight, casts, self.fp8_transposed)
+            parts, is_transposed = zip(weight.codes.unbind(), quantizers, strict=True), self.transposed_weight
+            casts = [weights.cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
+            matrices = weights.differentiable(weight, casts, is_transposed)
         else:
             matrices = matrices_of(*self.fp8_owner)
         return [matrix.detach() for matrix in matrices] if self.te_state.plain_wgrad else matrices

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `NativeCompute` at its first use: `compute.experts` imports modules beside it."""
+    """Import `NativeCompute` at its first use: it loads PyTorch's compiler."""
     if name == "NativeCompute":
         from .backend import NativeCompute
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...announcement import logger
-from ...formats.formats import E4M3, E5M2, RECIPE_FORMATS
+from ...formats.formats import RECIPE_FORMATS
 from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...kernels.triton_gate import usable
 from ...tensors.parameter_swap import swap
@@ -22,20 +22,16 @@ from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
 from ..counts import ProductCounts
-from ..experts import native_layer as fp8_experts
-from ..experts.grouped_products import grouped_engine_for
-from ..experts.native_layer import FP8Experts, FP8ExpertWeight
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
-from ..products import EMULATED, emulates, engine_for
-from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
-from .gathered_weights import ExpertCodes, WeightCodes
-from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored
+from ..products import EMULATED, engine_for
+from ..refusals import refuse_cut_since, refuse_transforms
+from .gathered_weights import WeightCodes
+from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
-from .scaling_states import Ledger, SharedCodes, with_noted_amaxes
-from .tensor_parallel import Cut, cut_obstacle
+from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
 _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
@@ -60,7 +56,8 @@ class NativeCompute(Compute):
         return Availability(True, f"products by {engine} on {device.type}")
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        return super().unfit(linear, recipe) or cut_obstacle(linear, layer_rule(recipe).weight_blocks)
+        blocks = layer_rule(recipe).weight_blocks
+        return super().unfit(linear, recipe) or parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
@@ -69,23 +66,7 @@ class NativeCompute(Compute):
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         return _around(linear, carrier, recipe, shared)
 
-    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        return fp8_experts.unfit(experts, part, recipe)
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        rule = layer_rule(recipe)
-        if rule.has_blocks or rule.gradient_format == E4M3:
-            return None
-        return "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2"
-
-    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
-        weights = FP8Experts()
-        for part in parts:
-            weights[part] = FP8ExpertWeight(experts, part)
-            weights[part].set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
-        return weights
-
-    def turn_off_fast_accumulation(self, layer: FP8Products | FP8ExpertWeight) -> None:
+    def turn_off_fast_accumulation(self, layer: KeepsLedger) -> None:
         layer.fp8_rule = layer.fp8_rule._replace(fast_accumulation=False)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
@@ -122,22 +103,15 @@ class NativeCompute(Compute):
             rolls.roll(root)  # for loops that call parts of the model
 
     def is_converted(self, module: nn.Module) -> bool:
-        return isinstance(module, (FP8Products, FP8ExpertWeight))
+        return isinstance(module, KeepsLedger)
 
-    def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
-        """Return the engine for the dtype of the layer's last FP8 result (bf16 before any)."""
-        rule, device = module.fp8_rule, module.weight.device
-        if emulates(rule.sums, device):
-            return f"{rule.sums} sums"
-        if isinstance(module, FP8ExpertWeight) and not rule.has_blocks:
-            return grouped_engine_for(device)
-        scaling, has_e5m2 = rule.scaling if rule.has_blocks else "dynamic", rule.gradient_format == E5M2
-        return engine_for(device, module.fp8_out_dtype, scaling, has_e5m2)
+    def engine(self, module: KeepsLedger) -> str:
+        return module.fp8_engine
 
-    def products(self, module: FP8Products) -> ProductCounts:
+    def products(self, module: KeepsLedger) -> ProductCounts:
         return module.fp8_ledger.total()
 
-    def transient_bytes_per_element(self, module: FP8Products) -> float:
+    def transient_bytes_per_element(self, module: KeepsLedger) -> float:
         # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
         # weight stored in FP8 is its own codes
         rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
@@ -149,13 +123,12 @@ class NativeCompute(Compute):
         is_the_same = for_dgrad and not usable(weight.data)
         return float(for_dgrad) + float(stays and not is_the_same)
 
-    def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
+    def weight_codes(self, module: KeepsLedger) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
-        codes = {}
-        for layer in filter(self.is_converted, root.modules()):
-            codes[owner_of(layer)] = (WeightCodes if isinstance(layer, FP8Products) else ExpertCodes)(layer)
+        layers = filter(self.is_converted, root.modules())
+        codes = {owner_of(layer): layer.fp8_gathered(layer) for layer in layers}
         # by default at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them,
         # and all numbers. In forward, users may read the weights of a stock model
         by_default = recipe.level != "O0" and all(len(weight.products) == 1 for weight in codes.values())
@@ -168,7 +141,7 @@ class NativeCompute(Compute):
                 break
         return codes
 
-    def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
+    def cast_of(self, module: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | None:
         return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
@@ -193,7 +166,7 @@ class NativeCompute(Compute):
         for name, layer in self._stateful_layers(root):
             layer.fp8_scaling.copy_(state[name])
 
-    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
+    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, KeepsLedger]]:
         """Yield layers by the names of their states. Names differ by rule, like the states."""
         for name, layer in self.converted_layers(root).items():
             if layer.fp8_rule.scaling in STATEFUL:
@@ -243,11 +216,12 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
     """Group the states of this rule by (device, rule, size): live states, and a stacked copy with all amaxes."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
-        if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
+        if isinstance(module, KeepsLedger) and module.fp8_rule.scaling == scaling:
             module._follow(device_of(module.weight))
             if isinstance(module, FP8Products):
                 refuse_cut_since(module, module.fp8_scaling)
-            states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
+            state = module.fp8_scaling
+            states = [state] if state.dim() == 2 else state.unbind()
             group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)
             group[1].append(module.fp8_ledger)
@@ -273,8 +247,7 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
     if recipe.fp8_params:
         check(carrier)
     carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
-    if is_parallel(layer):
-        carrier.fp8_cut = Cut.of_weight(layer)
+    carrier.fp8_cut = parallel("cut_of", layer, layer._parameters.get("weight"), carrier.transposed_weight)
     return carrier
 
 

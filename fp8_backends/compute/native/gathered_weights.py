@@ -2,22 +2,20 @@
 
 A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
 for the weight, each row or column, or each block. No scale travels: every rank computes them. For mxfp8, the ranks
-agree only on the exponents, in eight bits: they never fall as the amax rises. Experts are whole on a rank.
+agree only on the exponents, in eight bits: they never fall as the amax rises.
 """
 
 import torch
 import torch.nn.functional as F
 
 from ...formats import scaling
-from ...formats.scaling import MX, ROWS, SQUARES, WEIGHT, Blocks, times
+from ...formats.scaling import MX, SQUARES, WEIGHT, Blocks, times
 from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
-from ..experts.functions import converted_weight
-from ..experts.grouped_scaling import amaxes_of_experts, delayed_scales
-from ..experts.native_layer import FP8ExpertWeight
+from ...torch_tools.modules import CONVERSION
 from .layer_rule import LayerRule, Stored
-from .linear import FP8Products
+from .scaling_states import KeepsLedger
 
 
 class WeightCodes:
@@ -26,23 +24,19 @@ class WeightCodes:
     dimensions = 2
     """The dimensions of the weight."""
 
-    def __init__(self, layer: FP8Products | FP8ExpertWeight) -> None:
+    def __init__(self, layer: KeepsLedger) -> None:
         self.layer = layer
         self.agreed: dict[str, torch.Tensor] = {}
         """The maxima over ranks for each of `products`: FP32 amaxes, or exponents."""
 
     @property
     def wanted(self) -> bool:
-        if not self._is_converted:
+        layer = self.layer.__dict__
+        if CONVERSION not in layer or "forward" in layer:  # restored, or with a replaced forward
             return False
         rule = self.layer.fp8_rule
         fprop, dgrad, _ = rule.high_precision
         return (self.layer.training or rule.fp8_in_eval) and not fprop and not dgrad
-
-    @property
-    def _is_converted(self) -> bool:
-        """False for a restored layer, or one with a replaced forward."""
-        return isinstance(self.layer, FP8Products) and "forward" not in self.layer.__dict__
 
     @property
     def change_in_forward(self) -> bool:
@@ -123,7 +117,7 @@ class WeightCodes:
             blocks, first = self._blocks(product, len(stored.data), first)
             local = times(blocks.amax(_below(stored.data, first % blocks.rows)), stored.scale_inv)
             amaxes.narrow(0, first // blocks.rows, len(local)).copy_(local)
-        return _exponents(amaxes, self.layer.fp8_rule)
+        return exponents(amaxes, self.layer.fp8_rule)
 
     def _blocks(self, product: str, local_rows: int, first: int) -> tuple[Blocks, int]:
         """Return the blocks in the weight's layout, and the shard's first row in them. A block of all rows is as high
@@ -137,80 +131,13 @@ class WeightCodes:
     def _block_shape(self, product: str) -> tuple[int | None, int | None]:
         """Return rows and columns of a block in the weight's layout; None: all."""
         blocks = self.layer.fp8_rule.along.weight_blocks
-        is_turned = self._is_transposed != (product == DGRAD)
+        is_turned = self.layer.transposed_weight != (product == DGRAD)
         return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
 
-    @property
-    def _is_transposed(self) -> bool:
-        return self.layer.transposed_weight
 
-
-class ExpertCodes(WeightCodes):
-    """The codes of a 3-D weight, sharded by experts. Amaxes and scales are [experts, rows of blocks, blocks in a row],
-    and [experts, 1, 1] by a rule with one scale."""
-
-    layer: FP8ExpertWeight
-    dimensions = 3
-
-    @property
-    def amax(self) -> torch.Tensor | None:
-        return self.agreed[FPROP].flatten() if self.change_in_forward else None
-
-    def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        stored = Stored.of(shard)
-        return [self._amaxes(stored, first, shape, product) for product in self.products]
-
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        stored, rule = Stored.of(shard), self.layer.fp8_rule
-        if not len(shard):
-            return stored.data.to(rule.forward_format.dtype)
-        blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
-        scale = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
-        codes = blocks.cast(_stacked(stored.data, blocks), scale, rule.forward_format)
-        return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
-
-    def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
-        blocks, rule = self._blocks_of_expert(product, shape), self.layer.fp8_rule
-        down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
-        amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
-        if len(stored.data):
-            if rule.keeps_nan:
-                local = amaxes_of_experts(*stored, keep_nan=True)
-            else:
-                local = times(blocks.amax(_stacked(stored.data, blocks)), stored.scale_inv)
-            amaxes.narrow(0, first, len(stored.data)).copy_(local.view(-1, down, across))
-        return _exponents(amaxes, rule)
-
-    def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
-        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one scale."""
-        if self.layer.fp8_rule.along is None:
-            return ROWS._replace(rows=shape[1])
-        rows, columns = self._block_shape(product)
-        return self.layer.fp8_rule.along.weight_blocks._replace(rows=rows or shape[1], columns=columns)
-
-    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
-        if self.layer.fp8_rule.scaling == "delayed":
-            return delayed_scales(self.layer.fp8_scaling, WEIGHT).view(amax.shape)
-        return super()._scale(amax)
-
-    @property
-    def _is_converted(self) -> bool:
-        return converted_weight(self.layer.fp8_experts[0], self.layer.fp8_part) is self.layer
-
-    @property
-    def _is_transposed(self) -> bool:
-        return self.layer.fp8_transposed
-
-
-def _exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+def exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
     """Return the scale_inv of amaxes for mxfp8, and the amaxes for other rules."""
     return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
-
-
-def _stacked(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Stack matrices [experts, rows, columns] vertically, each starting at a block of its own."""
-    missing = -experts.shape[1] % blocks.rows
-    return (F.pad(experts, (0, 0, 0, missing)) if missing else experts).flatten(0, 1)
 
 
 def _below(shard: torch.Tensor, rows: int) -> torch.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from ...errors import FP8BackendError
 from ...formats import scaling
 from ...formats.formats import Format
 from ...formats.scaling import MX, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
@@ -15,16 +19,46 @@ from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes
 from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
+from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
 from ..products import block_scaled_product, scaled_product
+from ..refusals import is_parallel
 from ..tensor_cores import EXACT
-from .tensor_parallel import Split
 
 FPROP, DGRAD, WGRAD = range(3)
 """Indices into `LayerRule.high_precision`."""
 
 STATEFUL = ("delayed", "window")
 """Scaling rules with state from step to step."""
+
+
+def _missing(*_) -> None:
+    raise FP8BackendError("ranks share layers, and this copy of fp8_backends is without tensor parallelism")
+
+
+PARALLEL: dict[str, Callable[..., Any]] = dict.fromkeys(("cut_of", "cut_obstacle", "operands"), _missing)
+"""Functions for layers cut over ranks; the feature enters its own."""
+
+
+def parallel(function: str, layer: nn.Module, weight: torch.Tensor, *arguments: Any) -> Any:
+    """Call a function for a weight cut by a tensor-parallel style. Return None for any other weight."""
+    return PARALLEL[function](layer, weight, *arguments) if is_parallel(layer) and is_distributed(weight) else None
+
+
+class Split(NamedTuple):
+    """The cut of a matrix over the ranks of a group."""
+
+    dim: int
+    group: dist.ProcessGroup
+
+    def agreed(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over the ranks, FP32. Collective."""
+        return agreed_over(amax, [self.group])
+
+
+def split_of(cut: Any, tensor: int) -> Split | None:
+    """Return the split of INPUT, WEIGHT or GRAD_OUTPUT; None if it is whole on each rank."""
+    return None if cut is None else cut.split(tensor)
 
 
 class AlongContraction(NamedTuple):

@@ -1,5 +1,8 @@
 """Define `FP8Linear`, a layer of `native`, and the autograd function of its products."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -12,16 +15,17 @@ from ...tensors.block_codes import BlockCodes
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.scaled_tensor import ScaledTensor, quantize
-from ...tensors.sharded_tensor import is_distributed
+from ...tensors.sharded_tensor import arrived, is_distributed
 from ...tensors.statistics import Cast, in_blocks
 from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
-from .layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state, quantized
+from ..registry import load
+from .gathered_weights import WeightCodes
+from .layer_rule import DGRAD, FPROP, PARALLEL, WGRAD, LayerRule, Stored, new_state, quantized, split_of
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
-from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
 FROZEN = (ScaledTensor, BlockCodes)
 """Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor has E4M3 codes with
@@ -34,6 +38,25 @@ def frozen(weight: torch.Tensor) -> ScaledTensor:
     return quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
 
 
+class Operands(NamedTuple):
+    """The operands of a layer on this rank."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    cut: Any
+    """The cut of the layer over ranks; None: each has all of it."""
+    origin: Any
+    """The common source of equal inputs of several layers."""
+    values: torch.Tensor
+    """The input's values to quantize, with their `split` over ranks."""
+    split: Any = None
+    view: tuple = ()
+    """The geometry of this input in `origin`."""
+    gather: Callable[[Layouts], Layouts] | None = None
+    """Gather the codes of all tokens from the ranks; `input` then has no values."""
+
+
 class FP8Products(KeepsLedger):
     """The FP8 products of a layer, mixed into its original class by conversion, which keeps the layer's Parameters.
 
@@ -42,6 +65,7 @@ class FP8Products(KeepsLedger):
     `ScaledTensor` is plain, with the dtype of the weight's values.
     """
 
+    fp8_gathered = WeightCodes
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
 
@@ -50,7 +74,7 @@ class FP8Products(KeepsLedger):
         return repr(self.fp8_rule)
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
-        self.fp8_cut: Cut | None = None
+        self.fp8_cut: Any = None
         """The last known cut of the weight over ranks."""
         note_whether_cut(self)
         super().set_rule(rule, shared, history_len)
@@ -77,7 +101,9 @@ class FP8Products(KeepsLedger):
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
         differentiable = torch.is_grad_enabled()
-        operands = local_operands(self, input)
+        operands = Operands(input, self.weight, self.bias, None, input, input)
+        if self.fp8_cut is not None or is_distributed(self.weight):
+            operands = PARALLEL["operands"](self, input)
         x, weight, bias, cut = operands[:4]
         stored = Stored.of(weight)
         matrix = self._matrix(stored)
@@ -101,14 +127,14 @@ class FP8Products(KeepsLedger):
         """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.input_split
+        newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.split
         casts = []
 
         def cast() -> Layouts:
-            matrix = operands.values.detach().reshape(-1, x.shape[-1])
-            columns = for_wgrad and not operands.is_gathered
+            matrix = arrived(operands.values).detach().reshape(-1, x.shape[-1])
+            columns = for_wgrad and operands.gather is None
             codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
-            casts.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
+            casts.append(codes if operands.gather is None else operands.gather(codes))
             return casts[0]
 
         x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), cast)
@@ -116,9 +142,7 @@ class FP8Products(KeepsLedger):
             self._record(INPUT, recorded, x8.amax)
         return x8
 
-    def _quantized_weight(
-        self, weight: Stored, cut: Cut | None, for_dgrad: bool, recorded: torch.Tensor | None
-    ) -> Layouts:
+    def _quantized_weight(self, weight: Stored, cut: Any, for_dgrad: bool, recorded: torch.Tensor | None) -> Layouts:
         """Quantize w [out, in] for fprop, and dgrad if the same codes serve; empty for a weight stored in FP8."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         # kept codes serve all later forwards
@@ -299,7 +323,7 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     return rule.product(x8, w8, out_dtype, fprop=True)
 
 
-def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split: Split | None) -> torch.Tensor:
+def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
     """Return dx [tokens, in] from dy [tokens, out] and the stored w [out, in], or codes of w.T with one scale."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
@@ -314,3 +338,6 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
     return rule.product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)
+
+
+load("compute.native")

@@ -18,9 +18,11 @@ from torch.library import EffectType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...formats.formats import E5M2
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, ProductCounts
+from ..products import emulates, engine_for
 from .layer_rule import LayerRule, Stored
 
 _Amax = torch.Tensor | None
@@ -169,9 +171,11 @@ class KeepsLedger(nn.Module):
     """
 
     fp8_scaling: torch.Tensor | None = None
-    """int32 [3, 2 + history length], of experts [experts, 3, 2 + history length]; None for a rule without state."""
+    """int32 [3, 2 + history length], of each matrix for a 3-D weight; None for a rule without state."""
     fp8_recomputed = False
     """True if backward may run the last forward again."""
+    fp8_gathered: Callable[[nn.Module], Any]
+    """Make the layer's entry in `Compute.travelling`."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -183,6 +187,15 @@ class KeepsLedger(nn.Module):
     def fp8_products(self) -> torch.Tensor:
         """The numbers of fprops, dgrads, wgrads and recomputed fprops in FP8: int64 [4], on the CPU."""
         return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
+
+    @property
+    def fp8_engine(self) -> str:
+        """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
+        rule, device = self.fp8_rule, self.weight.device
+        if emulates(rule.sums, device):
+            return f"{rule.sums} sums"
+        scaling, has_e5m2 = rule.scaling if rule.has_blocks else "dynamic", rule.gradient_format == E5M2
+        return engine_for(device, self.fp8_out_dtype, scaling, has_e5m2)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

@@ -8,17 +8,19 @@ partial sums (rowwise); the styles' own hooks, or transformers' wrappers, do the
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...errors import FP8BackendError
 from ...formats.scaling import INPUT, Blocks
 from ...kernels.layouts import Layouts
-from ...tensors.sharded_tensor import agreed_over, is_distributed
+from ...tensors.sharded_tensor import is_distributed
 from ..refusals import part_obstacle
+from .layer_rule import PARALLEL, Split, split_of
+from .linear import Operands
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,35 +37,16 @@ _CUTS: dict[str, tuple[int | None, int | None, int | None]] = {
 """The cut dimension of input [tokens, in], weight [out, in] and output's gradient [tokens, out]."""
 
 
-class Split(NamedTuple):
-    """The cut of a matrix over the ranks of a group."""
-
-    dim: int
-    group: dist.ProcessGroup
-
-    def agreed(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over the ranks, FP32. Collective."""
-        return agreed_over(amax, [self.group])
-
-
 class Cut(NamedTuple):
     """The cut of a layer over a mesh of one dimension."""
 
     mesh: DeviceMesh
     style: str
 
-    @classmethod
-    def of_weight(cls, layer: nn.Module) -> Cut | None:
-        """Read the cut from a layer's weight, if it is a DTensor of a mesh with one dimension."""
-        weight = layer._parameters.get("weight")
-        if weight is None or not is_distributed(weight) or weight.device_mesh.ndim != 1:
-            return None
-        (placed,) = weight.placements
-        if placed.is_replicate():
-            return cls(weight.device_mesh, REPLICATED)
-        is_turned = getattr(layer, "transposed_weight", False)
-        along_in = placed.dim % 2 != is_turned  # also for several weights packed in one
-        return cls(weight.device_mesh, ROWWISE if along_in else COLWISE)
+    def split(self, tensor: int) -> Split | None:
+        """Return the split of INPUT, WEIGHT or GRAD_OUTPUT; None if it is whole on each rank."""
+        dim = _CUTS[self.style][tensor]
+        return None if dim is None or self.mesh.size() == 1 else Split(dim, self.mesh.get_group())
 
     @property
     def adds_bias(self) -> bool:
@@ -81,60 +64,39 @@ class Cut(NamedTuple):
         return DTensor.from_local(y, self.mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
-def split_of(cut: Cut | None, tensor: int) -> Split | None:
-    """Return the split of INPUT, WEIGHT or GRAD_OUTPUT; None if it is whole on each rank."""
-    dim = None if cut is None else _CUTS[cut.style][tensor]
-    return None if dim is None or cut.mesh.size() == 1 else Split(dim, cut.mesh.get_group())
+def cut_of(layer: nn.Module, weight: torch.Tensor, is_transposed: bool) -> Cut | None:
+    """Read the cut of a layer's matrix, by a mesh of one dimension, or of each matrix in a 3-D weight."""
+    mesh, matrix = weight.device_mesh, weight.dim() - 2
+    if not matrix and mesh.ndim != 1:
+        return None
+    for index, placed in enumerate(weight.placements):
+        if placed.is_replicate() or (matrix and (placed.dim == 0 or mesh.size(index) == 1)):
+            continue
+        # negative dimensions stand for several weights packed in one
+        along_in = (placed.dim % weight.dim() == matrix + 1) != is_transposed
+        of_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]
+        return Cut(of_mesh, ROWWISE if along_in else COLWISE)
+    return None if matrix else Cut(mesh, REPLICATED)
 
 
-class Operands(NamedTuple):
-    """The operands of one rank."""
-
-    input: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    cut: Cut | None
-    origin: Any
-    """The common source of equal inputs of several layers."""
-    view: tuple = ()
-    """The geometry of this input in `origin`."""
-    is_gathered: bool = False
-    """True to gather the codes of all tokens from the ranks of `origin`; `input` then has no values."""
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The input's values on this rank."""
-        return arrived(self.origin.to_local() if self.is_gathered else self.input)
-
-    @property
-    def input_split(self) -> Split | None:
-        """The split of the input's values."""
-        return split_of(self.cut._replace(style=OF_TOKENS) if self.is_gathered else self.cut, INPUT)
-
-
-def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
+def cut_obstacle(layer: nn.Module, weight: torch.Tensor, blocks: Blocks | None) -> str | None:
     """Return the reason to keep the parts in high precision, or None: one is empty, or ranks share a block."""
     length = (blocks and blocks.columns) or 1
-    return part_obstacle(layer, length, cut_of_a_block(length))
-
-
-def cut_of_a_block(length: int) -> str:
-    """Explain a part with features that are no multiple of `length`, and the remedy."""
     instead = "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
-    return f"which cuts a block of {length} in two: {instead}"
+    return part_obstacle(layer, weight, length, f"which cuts a block of {length} in two: {instead}")
 
 
-def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
+def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     """Return this rank's parts of a layer's input, weight and bias. Raises `FP8BackendError` for a distributed weight
     with a plain input, on a mesh of more dimensions, or with a `cut_obstacle`."""
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
         # transformers calls some layers with local tensors, and wraps their output
         whole = (layer.out_features, layer.in_features)
-        is_part = layer.fp8_cut is not None and weight.shape != (whole[::-1] if layer.transposed_weight else whole)
-        return Operands(x, weight, bias, layer.fp8_cut if is_part else None, x)
-    cut = Cut.of_weight(layer)
-    obstacle = cut_obstacle(layer, rule.weight_blocks)
+        is_part = weight.shape != (whole[::-1] if layer.transposed_weight else whole)
+        cut = layer.fp8_cut if is_part else None
+        return Operands(x, weight, bias, cut, x, x, split_of(cut, INPUT))
+    cut, obstacle = cut_of(layer, weight, layer.transposed_weight), cut_obstacle(layer, weight, rule.weight_blocks)
     if cut is None or obstacle or not is_distributed(x):
         reason = obstacle or f"the weight is placed as {weight.placements}, and the input is a {type(x).__name__}"
         raise FP8BackendError(
@@ -149,7 +111,9 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     has_tokens = placed.is_shard() and placed.dim % x.dim() != last
     if cut.style == COLWISE and has_tokens and rule.gathers_codes:
         input = layer.fp8_shared.of_input(x, ("gathered",), lambda: _WithoutValues.apply(x))
-        return Operands(input, weight.to_local(), None if bias is None else bias.to_local(), cut, x, is_gathered=True)
+        parts = weight.to_local(), None if bias is None else bias.to_local()
+        split = cut._replace(style=OF_TOKENS).split(INPUT)
+        return Operands(input, *parts, cut, x, x.to_local(), split, gather=functools.partial(gathered, x))
     if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
         cut = cut._replace(style=OF_TOKENS)
     else:
@@ -158,7 +122,8 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     of_weight = sums if cut.style == OF_TOKENS else None
     local = x.to_local(grad_placements=sums if cut.style == COLWISE else None)
     bias = None if bias is None else bias.to_local(grad_placements=of_weight)
-    return Operands(local, weight.to_local(grad_placements=of_weight), bias, cut, *_origin(x, local))
+    weight, (origin, view) = weight.to_local(grad_placements=of_weight), _origin(x, local)
+    return Operands(local, weight, bias, cut, origin, local, cut.split(INPUT), view)
 
 
 def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
@@ -168,12 +133,6 @@ def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
     if plain is None or plain.grad_fn is None:
         return x, ()
     return plain, (local.shape, local.stride(), local.storage_offset())
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the collective behind a tensor."""
-    wait = getattr(tensor, "trigger_wait", None)
-    return tensor if wait is None else wait()
 
 
 class _WithoutValues(torch.autograd.Function):
@@ -201,3 +160,6 @@ def gathered(tokens: Any, part: Layouts) -> Layouts:
     codes = DTensor.from_local(local, tokens.device_mesh, tokens.placements, run_check=False, **shape)
     codes = codes.redistribute(placements=[Replicate()]).to_local().reshape(-1, tokens.shape[-1])
     return part._replace(codes=codes.view(part.codes.dtype), transposed=None, transposed_scale_inv=None)
+
+
+PARALLEL.update(cut_of=cut_of, cut_obstacle=cut_obstacle, operands=operands)

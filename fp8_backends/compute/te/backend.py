@@ -22,16 +22,13 @@ from ...tensors.sharded_tensor import is_distributed, local_part
 from ...tensors.statistics import Cast, in_blocks
 from .. import chips, hardware
 from ..counts import ProductCounts
-from ..experts import functions
-from ..experts.functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Norm, Recipe, TransposedLinear, check_saved_states
 
 if TYPE_CHECKING:
-    from ..experts.te_layer import TEExperts, TEExpertWeight
-    from .layer import ModelState
+    from .layer import ModelState, TELayer
     from .linear import TEProducts
 
 REINSTALL = (
@@ -97,15 +94,7 @@ class TransformerEngineCompute(Compute):
             )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
-
-    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        if reason := functions.unfit(experts, part, recipe.fp8_params):
-            return reason
-        if is_expert_parallel(experts) and recipe.scaling == "delayed":
-            return "expert parallel: TransformerEngine would mix the amaxes of different experts over the ranks"
-        _, out_features, in_features = sizes_of(experts, part)
-        return _unaligned(in_features, out_features, recipe)
+        return super().unfit(linear, recipe) or unaligned(linear.in_features, linear.out_features, recipe)
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
         load()
@@ -139,13 +128,6 @@ class TransformerEngineCompute(Compute):
             check(carrier)
         return carrier
 
-    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
-        from ..experts.te_layer import TEExperts, TEExpertWeight
-        from .recipes import check_version
-
-        check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)
-        return TEExperts({part: TEExpertWeight(experts, part, shared) for part in parts})
-
     def turn_off_fast_accumulation(self, layer: TEProducts) -> None:
         layer.te_fast_accumulation = False
 
@@ -173,10 +155,10 @@ class TransformerEngineCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "te"
 
-    def products(self, module: TEProducts | TEExpertWeight) -> ProductCounts:
+    def products(self, module: TELayer) -> ProductCounts:
         return module.te_counts
 
-    def transient_bytes_per_element(self, module: TEProducts | TEExpertWeight) -> float:
+    def transient_bytes_per_element(self, module: TELayer) -> float:
         # the weight's codes, kept from forward to backward, and their transposed copy for dgrad
         from .recipes import transposed_copies
         from .weights import ONE_SCALE
@@ -192,18 +174,18 @@ class TransformerEngineCompute(Compute):
             return 1.0  # the codes for fprop; dgrad multiplies the weight itself
         return float(not is_its_codes) + float(not one_scale or transposed_copies())
 
-    def weight_codes(self, module: TEProducts | TEExpertWeight) -> Quantized | None:
-        if isinstance(module, ExpertWeight):
+    def weight_codes(self, module: TELayer) -> Quantized | None:
+        if not hasattr(type(module), "matrix"):  # a 3-D weight
             return None
         weight = module.matrix
         has_codes = _is_its_codes(weight, module.te_state.recipe)
         return Quantized(weight.codes, weight.scale_inv) if has_codes else None
 
-    def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
+    def cast_of(self, module: TELayer, tensor: int, values: torch.Tensor) -> Cast | None:
         """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own delayed scales. None
         for a weight that is sharded, or multiplied without a cast."""
         recipe = module.te_state.recipe
-        if isinstance(module, ExpertWeight) or not (module.training or recipe.use_autocast_during_eval):
+        if not hasattr(type(module), "matrix") or not (module.training or recipe.use_autocast_during_eval):
             return None
         if tensor == WEIGHT:
             values = module.matrix
@@ -243,7 +225,7 @@ class TransformerEngineCompute(Compute):
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
 
 
-def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
+def unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
     """Return the reason against matrices of these sizes, or None."""
     alignment = 32 if recipe.scaling == "mxfp8" else 16
     if in_features % alignment or out_features % alignment:

@@ -89,12 +89,11 @@ def fast_accumulation_off(te_object: te_recipe.Recipe) -> Iterator[None]:
             te_object.fp8_gemm_fprop = before
 
 
-def check_version(what: str, instead: str, of_experts: bool = False) -> None:
-    """Raise `BackendUnavailableError` if this version's `te.Linear`, or `te.GroupedLinear` for experts, multiplies only
-    its own weight. Levels, transposed weights and experts replace it."""
-    kind, method, since = te.Linear, "_get_weight_tensors", "2.9"
-    if of_experts:
-        kind, method, since = te.GroupedLinear, "_get_bias_tensors", "2.14"
+def check_version(
+    what: str, instead: str, kind: type = te.Linear, method: str = "_get_weight_tensors", since: str = "2.9"
+) -> None:
+    """Raise `BackendUnavailableError` if this version's layer multiplies only its own weight: it lacks `method`, which
+    it has `since` a later one. Levels, transposed weights and other modules' Parameters replace the weight."""
     if method not in vars(kind):
         raise BackendUnavailableError(
             f"{what} cannot run here: te.{kind.__name__} of TransformerEngine {VERSION} takes no weight but its own. "

@@ -50,17 +50,11 @@ def for_te(
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
-    return CastWeight(_cast(weight, weight.codes, is_transposed, quantizer, scaling), weight, differentiable)
+    return CastWeight(cast(weight, weight.codes, is_transposed, quantizer, scaling), weight, differentiable)
 
 
-def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
-    """Cast each expert's part of `weight`, [experts, out, in] or transposed, for every forward."""
-    parts = zip(weight.codes.unbind(), quantizers, strict=True)
-    return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
-
-
-def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str) -> Any:
-    """Cast `data`, the data of `weight` or of one expert, to a quantized tensor [out, in]."""
+def cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str) -> Any:
+    """Cast `data`, the data of `weight` or one of its matrices, to a quantized tensor [out, in]."""
     differentiable = torch.is_grad_enabled()
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
@@ -85,7 +79,7 @@ def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantiz
 
 
 def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
-    """Connect cast matrices [out, in] to their weight in autograd: one, or one for each expert."""
+    """Connect cast matrices [out, in] to their weight in autograd: one, or all of a 3-D weight."""
     results = Differentiable.apply(weight, is_transposed, *quantized)
     for result in results:
         # TransformerEngine 2.16 caches the answer, from before autograd made the tensor an output
@@ -96,14 +90,14 @@ def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = 
 class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: ScaledTensor, is_transposed: bool, *quantized: Any) -> tuple[torch.Tensor, ...]:
-        ctx.dtype, ctx.is_transposed, ctx.is_of_experts = weight.dtype, is_transposed, weight.dim() == 3
+        ctx.dtype, ctx.is_transposed, ctx.dimensions = weight.dtype, is_transposed, weight.dim()
         # views: TransformerEngine drops copies from its operands
         return tuple(matrix.make_like(matrix) for matrix in quantized)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = torch.stack(gradients) if ctx.is_of_experts else gradients[0]
+        gradient = torch.stack(gradients) if ctx.dimensions == 3 else gradients[0]
         gradient = gradient.mT if ctx.is_transposed else gradient
         return gradient.to(ctx.dtype), None, *[None] * len(gradients)
 

@@ -93,7 +93,7 @@ class TorchAOCompute(Compute):
         sizes, unaligned = f"{linear.in_features} -> {linear.out_features}", f"not multiples of {ALIGNMENT}"
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
-        return part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them")
+        return part_obstacle(linear, linear.weight, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them")
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
         """Return the configuration of all layers of this model."""

@@ -1,0 +1,83 @@
+"""Find the weights of mixtures of experts and count their FLOPs; give backends the products of `compute.experts`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..compute.experts import is_expert_parallel, misfit, obstacle, sizes_of
+from ..compute.interface import PARTS, Recipe
+from ..compute.registry import BUILT_IN
+from ..compute.te.backend import unaligned
+from ..tensors.sharded_tensor import full_shape
+from .features import FEATURES
+
+_TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
+_LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
+
+
+def find_part(module: nn.Module, name: str, part: str) -> tuple[str, tuple[int, int], str | None] | None:
+    """Return (kind, (in, out), obstacle) of the Parameter `part`, if it holds the weights of experts."""
+    shape = full_shape(module._parameters[part])
+    if len(shape) != 3 or "expert" not in f"{type(module).__name__} {name}".lower():
+        return None
+    out_features, in_features = reversed(shape[1:]) if getattr(module, "is_transposed", False) else shape[1:]
+    return "experts", (in_features, out_features), obstacle(module, part)
+
+
+def count_visits(modules: dict[int, nn.Module], names: dict[int, list[str]]) -> Callable[[str, nn.Module, str], float]:
+    """Return a function for the number of times a token passes a weight, by the experts visited."""
+    configs = (module.__dict__.get("config") for module in modules.values())
+    parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
+    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
+    top_k = next((number for number in numbers if isinstance(number, int)), None)
+    lists = {
+        name: len(module)
+        for key, module in modules.items()
+        if isinstance(module, nn.ModuleList) and (name := names[key][0]).split(".")[-1] == "experts"
+    }
+
+    def visited(name: str, module: nn.Module, part: str) -> float:
+        parameter = module._parameters.get(part)
+        if parameter is not None and len(full_shape(parameter)) == 3:
+            return top_k or full_shape(parameter)[0]
+        listed = _LISTED_EXPERT.match(name)
+        number = lists.get(listed[1]) if listed else None
+        return top_k / number if top_k and number else 1
+
+    return visited
+
+
+FEATURES["experts"] = {"find_part": find_part, "count_visits": count_visits, "has_whole_layers": is_expert_parallel}
+
+
+def _native() -> Any:
+    from ..compute.experts import native_layer  # loads PyTorch's compiler
+
+    return native_layer
+
+
+class _TransformerEngine:
+    """The products of `te`, whose library `build` imports."""
+
+    def unfit(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        if reason := misfit(experts, part, recipe):
+            return reason
+        if is_expert_parallel(experts) and recipe.scaling == "delayed":
+            return "expert parallel: TransformerEngine would mix the amaxes of different experts over the ranks"
+        _, out_features, in_features = sizes_of(experts, part)
+        return unaligned(in_features, out_features, recipe)
+
+    def note(self, recipe: Recipe) -> str | None:
+        return None
+
+    def build(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> nn.ModuleDict:
+        from ..compute.experts import te_layer
+
+        return te_layer.build(experts, parts, recipe, shared)
+
+
+PARTS.update({BUILT_IN["native"]: _native, BUILT_IN["te"]: _TransformerEngine})
