@@ -39,14 +39,14 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_loaded_is_no_garbage():
+def exempt_loaded_libraries_from_collection():
     """Exempt loaded libraries, a million objects, from the many full collections by Accelerate and Dynamo."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def only_devices_that_are_there_are_seeded():
+def seed_only_present_devices():
     """Skip absent devices: for each, `torch.manual_seed` formats and keeps the whole stack, which is deep in pytest."""
     import torch
 
@@ -65,7 +65,7 @@ def no_fp8_in_environment(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def each_test_has_a_machine_of_its_own():
+def forget_the_machine_after_each_test():
     yield
     if products := sys.modules.get("fp8_backends.compute.products"):
         products.engine_of_gpu.cache_clear()

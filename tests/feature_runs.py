@@ -522,7 +522,7 @@ RUNS = {
 }
 
 
-def as_in_the_table(feature: Feature, backend: str, folder: Path) -> None:
+def run_as_listed(feature: Feature, backend: str, folder: Path) -> None:
     """Run a feature. If the table lists a refusal, the error must name the fix."""
     words = feature.refusal(backend, ranks())
     if words is None:

@@ -26,7 +26,7 @@ from fp8_backends.compute import hardware  # noqa: E402
 MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-21"}
 
 
-def test_the_documents_show_what_was_measured():
+def test_documents_show_measured_figures():
     """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the summary in the
     README, models and reliability in their guides, the others in `benchmarks/README.rst`. `benchmarks/tables.py
     --write` updates them."""
@@ -39,7 +39,7 @@ def test_the_documents_show_what_was_measured():
     assert measurements == made
 
 
-def test_a_figure_of_the_summary_is_read_from_its_record():
+def test_summary_figures_come_from_records():
     peaks = {"bf16": 1000, "msamp:O1": 700, "msamp:O2": 400, "msamp:O3": 450}
     results = [
         {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
@@ -60,7 +60,7 @@ def test_a_figure_of_the_summary_is_read_from_its_record():
     assert "GPU figures are from one NVIDIA H200" in shown
 
 
-def test_the_command_writes_the_documents_that_are_named(tmp_path, monkeypatch):
+def test_command_writes_named_documents(tmp_path, monkeypatch):
     document = tmp_path / "page.rst"
     document.write_text(".. begin table kernels\n\n.. end table kernels\n")
     monkeypatch.setattr(sys, "argv", ["tables.py", "--write", str(document), "--results", str(tmp_path)])
@@ -91,7 +91,7 @@ def test_without_records_every_table_says_not_yet_measured():
         ("neon bf16", False, "DEFAULT", "neon"),  # Apple: without oneDNN
     ],
 )
-def test_a_cpus_records_are_named_by_what_pytorch_computes_with(monkeypatch, capabilities, bf16, vectors, features):
+def test_cpu_records_are_named_by_instruction_set(monkeypatch, capabilities, bf16, vectors, features):
     has = dict.fromkeys(capabilities.split(), True) | {"avx10_2": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
@@ -100,7 +100,7 @@ def test_a_cpus_records_are_named_by_what_pytorch_computes_with(monkeypatch, cap
     assert measuring.plain("cpu") == ("bf16" if bf16 else "fp32") and measuring.plain("cuda") == "bf16"
 
 
-def test_what_was_switched_by_hand_is_said(monkeypatch):
+def test_manual_switches_are_reported(monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     assert measuring.switched() == "" and "switched" not in measuring.machine()
@@ -114,7 +114,7 @@ def test_what_was_switched_by_hand_is_said(monkeypatch):
     )
 
 
-def test_what_ran_once_is_compared_with_every_round_and_the_ratio_says_so():
+def test_single_run_is_compared_with_every_round():
     rounds, once = [2.0, 4.0, 6.0], [2.0]
     paired = linear.compared(rounds, [2.0, 2.0, 2.0])
     assert paired["ratio"] == 2 and "paired" not in paired
@@ -129,14 +129,14 @@ def linear_record(ratio, **more):
 
 
 @pytest.mark.parametrize("ratio,verdict", [(0.5, "met"), (0.51, "missed")])
-def test_a_target_is_met_up_to_its_bound_and_a_miss_is_said(ratio, verdict):
+def test_target_is_met_within_its_bound_and_misses_are_reported(ratio, verdict):
     records = targets.of_cpu({"linear_cpu_avx512_bf16": linear_record(ratio)}, "avx512_bf16")
     assert targets.rows(targets.ON_CPU, records)[0][1:] == [f"{ratio:g}", "at most 0.5", verdict]
     faster = targets.Target("", lambda records: ratio, at_least=0.51)
     assert faster.verdict({}) == ("met" if ratio == 0.51 else "missed")
 
 
-def test_each_set_of_targets_reads_one_kind_of_cpu_and_the_usual_one_where_several_were_measured():
+def test_targets_read_one_kind_of_cpu():
     records = {f"linear_cpu_{features}": linear_record(0.1) for features in ("amx_bf16", "neon_bf16", "avx512")}
     with_bf16, without = tables.targets_cpu(records).split("\n\n")
     assert "(amx_bf16)" in with_bf16 and "0.1 " in with_bf16
@@ -151,7 +151,7 @@ def test_each_set_of_targets_reads_one_kind_of_cpu_and_the_usual_one_where_sever
     assert measured[2] == ["1.7", "at most 1", "missed"] and measured[3][2] == "not yet measured"
 
 
-def test_a_table_stands_for_each_kind_of_cpu_and_says_what_fp8_is_compared_with():
+def test_each_kind_of_cpu_has_a_table_naming_its_baseline():
     step = {
         "backend": "fp32",
         "form": "eager",
@@ -168,7 +168,7 @@ def test_a_table_stands_for_each_kind_of_cpu_and_says_what_fp8_is_compared_with(
     )
 
 
-def test_a_table_names_machine_versions_and_date_and_stands_between_its_markers():
+def test_table_names_machine_versions_and_date():
     records = {"linear_cpu_avx512_bf16": linear_record(0.4)}
     document = "Before\n\n.. begin table linear\n\nold\n\n.. end table linear\n\nAfter\n"
     made = tables.written(document, records)
@@ -206,7 +206,7 @@ def test_the_columns_by_ranks_follow_one_formula():
 
 
 @pytest.mark.parametrize("of_weights,of_states,memory", [(20, 30, 100), (20, 90, 100), (101, 0, 100), (60, 0, 100)])
-def test_the_largest_size_that_fits_is_found_where_the_peak_bends(of_weights, of_states, memory):
+def test_largest_fitting_size_is_found_across_peak_bend(of_weights, of_states, memory):
     """The peak is in the optimizer's step of a small batch, and in the backward of a large one."""
 
     def peak(size):
@@ -224,7 +224,7 @@ def test_the_largest_size_that_fits_is_found_where_the_peak_bends(of_weights, of
 
 
 @pytest.mark.slow
-def test_every_step_and_every_rank_has_its_own_text_and_every_backend_the_same():
+def test_batches_differ_by_step_and_rank_but_not_backend():
     text = training.Text(64)
     first = text.batch(4, step=0)
     assert first.shape == (4, 64) and torch.equal(first, text.batch(4, step=0))
@@ -232,7 +232,7 @@ def test_every_step_and_every_rank_has_its_own_text_and_every_backend_the_same()
     assert not any(torch.equal(a, b) for a, b in itertools.combinations([first, *others], 2))
 
 
-def test_added_memory_sees_a_second_copy_of_the_weights(monkeypatch):
+def test_added_memory_includes_a_second_copy_of_weights(monkeypatch):
     """Plant a `prepare` with a copy."""
     import fp8_backends
 

@@ -73,7 +73,7 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("group", ["first", "first,speed", "fit", "more", "right", "ranks"])
-def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
+def test_limits_of_gpu_run_parts_fit_in_nine_minutes(group):
     done = rehearse("gpu/run.sh", "--list", "--only", group)
     limits = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert limits and sum(limits) <= (300 if group == "first" else 525)
@@ -81,7 +81,7 @@ def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
 
 
 @pytest.mark.nightly
-def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
+def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
     """Cover the scripts missing in the rehearsal of the GPU's run."""
     names = ["import_time", "comm", "overhead", "prepare", "by_ranks"]
     done = rehearse("cpu.sh", "--small", "--only", ",".join(names), "--out", str(tmp_path))
@@ -97,7 +97,7 @@ def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
 
 
 @pytest.mark.nightly
-def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
+def test_cpu_without_bf16_compares_with_fp32(tmp_path):
     """Use new interpreters: a CPU without bf16 is set up at Python's start."""
     without = {"PYTHON": sys.executable, "PYTHONPATH": str(BENCHMARKS.parent / "tests" / "without_bf16")}
     done = rehearse("cpu.sh", "--small", "--only", "linear,overhead", "--out", str(tmp_path), **without)
@@ -151,7 +151,7 @@ torch.multiprocessing.get_context = lambda spawn: of("fork")  # without the seco
 
 
 @pytest.mark.nightly
-def test_finetune_pairs_each_backend_with_plain_training(tiny_encoder, tmp_path):
+def test_finetune_pairs_each_backend_with_baseline(tiny_encoder, tmp_path):
     settings = ["--steps", "3", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
     result = tmp_path / "result.json"
     backends = ["--backends", "native:dynamic,msamp:O2", "--lrs", "1e-3", "--seeds", "2"]
@@ -186,7 +186,7 @@ def test_memory_falls_with_the_level(tmp_path):
 
 
 @pytest.mark.nightly
-def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
+def test_estimated_and_measured_peaks_of_arbitrary_model():
     """Use convolutions and an FP8 Linear, without a configuration."""
 
     class Small(torch.nn.Module):
@@ -212,7 +212,7 @@ def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
 
 
 @pytest.mark.nightly
-def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
+def test_attacks_on_the_compile_cache_fail(tmp_path):
     done = run("reliability/cache_attacks.py", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     ((name, record),) = records(tmp_path).items()
@@ -222,7 +222,7 @@ def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
 
 
 @pytest.mark.nightly
-def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
+def test_successful_cache_attack_fails_the_run():
     """Plant a missing check of folder owners."""
     code = "from fp8_backends.kernels import adam_cpu as cpu_library\n"
     code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
@@ -238,7 +238,7 @@ checkpoints.checked = lambda folder: True
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)])
-def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, code, tmp_path):
+def test_crafted_checkpoint_that_loads_is_reported(script, code, tmp_path):
     done = run(f"reliability/{script}.py", "--quick", "--out", str(tmp_path), code=code)
     assert done.returncode == bool(code), done.stdout + done.stderr
     assert ("loaded in silence" in done.stdout) == bool(code)
@@ -247,7 +247,7 @@ def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, cod
 
 
 @pytest.mark.nightly
-def test_what_the_monitor_costs(tmp_path):
+def test_monitor_cost_is_measured(tmp_path):
     done = run("reliability/monitor_cost.py", "--quick", "--out", str(tmp_path))
     (record,) = records(tmp_path).values()
     costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
@@ -256,7 +256,7 @@ def test_what_the_monitor_costs(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_comparison_becomes_one_row_a_level(tmp_path):
+def test_comparison_has_one_row_per_level(tmp_path):
     comparison = compared(tmp_path, "msamp:O2", steps=1)
     plain, level = found = levels_loss.found_of(comparison.results)
     assert [row["backend"] for row in found] == ["bf16", "msamp:O2"] and plain["gap"] is None
@@ -268,7 +268,7 @@ def test_a_comparison_becomes_one_row_a_level(tmp_path):
 
 
 @pytest.mark.nightly
-def test_experts_are_trained_weighed_and_paired():
+def test_experts_are_trained_measured_and_paired():
     settings = argparse.Namespace(steps=1, lr=1e-3, sequence=16, batch=2, held_out=2)
     runs = [
         experts_benchmark.train(("Mixtral", backend, seed, settings))
@@ -285,7 +285,7 @@ def test_experts_are_trained_weighed_and_paired():
 
 
 @pytest.mark.nightly
-def test_a_long_run_is_paired_and_its_scales_follow_their_values():
+def test_long_run_is_paired_and_tracks_scales():
     settings = argparse.Namespace(steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4)
     plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
     assert [point["step"] for point in plain["points"]] == [1, 2, 4, 6]
@@ -297,7 +297,7 @@ def test_a_long_run_is_paired_and_its_scales_follow_their_values():
     assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed([plain, level])
 
 
-def test_a_scale_that_stays_while_its_values_shrink_is_told_as_stuck():
+def test_stuck_scale_is_reported():
     layer, watched = torch.nn.Linear(16, 16, bias=False), long_run.Scales()
     optimizer = torch.optim.AdamW(layer.parameters())
     values = torch.linspace(1, 2, 256).view(16, 16)

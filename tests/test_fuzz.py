@@ -24,7 +24,7 @@ def explode(value):
 
 
 @pytest.mark.nightly
-def test_two_hundred_cases_work_or_are_refused():
+def test_200_cases_work_or_are_refused():
     with fuzz.quiet():
         fuzz.warm_up()
         counts, faults = fuzz.run_all(fuzz_cases.cases(200, seed=0), shown=3)
@@ -35,7 +35,7 @@ def test_two_hundred_cases_work_or_are_refused():
 @pytest.mark.parametrize(
     ("parse", "outcome"), [(lambda value: 0, "ignored"), (explode, "internal"), (FIELDS["margin"].parse, "worked")]
 )
-def test_a_planted_fault_of_a_field_is_found_and_shrunk(parse, outcome, monkeypatch):
+def test_planted_field_fault_is_found_and_shrunk(parse, outcome, monkeypatch):
     parse_as(monkeypatch, "margin", parse)
     fields = {"backend": "native:delayed", "margin": 3, "interval": 2}
     case = {"area": "recipes", "handler": "dict", "fields": fields}
@@ -63,7 +63,7 @@ def test_an_endless_case_and_an_unclear_refusal_are_faults(monkeypatch):
         fuzz.named(babble, ("margin must be better",), "margin")
 
 
-def test_cases_of_a_seed_are_always_the_same_and_can_be_written():
+def test_cases_of_a_seed_are_reproducible_and_serializable():
     cases = fuzz_cases.cases(60, seed=4)
     assert cases == fuzz_cases.cases(60, seed=4) != fuzz_cases.cases(60, seed=5)
     assert json.loads(json.dumps(cases)) == cases

@@ -26,22 +26,22 @@ def row(run: str) -> Feature:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("feature", IN_PROCESS, ids=lambda feature: feature.run)
 def test_feature(feature: Feature, backend: str, tmp_path):
-    feature_runs.as_in_the_table(feature, backend, tmp_path)
+    feature_runs.run_as_listed(feature, backend, tmp_path)
 
 
-def test_every_row_has_a_run_and_every_run_a_row():
+def test_table_rows_and_feature_runs_correspond():
     rows = [feature.run for feature in FEATURES]
     assert sorted(rows) == sorted({*feature_runs.RUNS, *COMMANDS})
     tests = {name.removeprefix("test_") for name in globals()}
     assert all(any(test.startswith(command) for test in tests) for command in COMMANDS)
 
 
-def test_a_refusal_that_does_not_come_fails_and_so_does_one_with_other_words(tmp_path):
+def test_missing_or_different_refusal_fails(tmp_path):
     works, refused = row("trigger_sync"), row("schedule_free")
     with pytest.raises(AssertionError, match="was not refused"):
-        feature_runs.as_in_the_table(works._replace(refused={"native:delayed": "words"}), "native:delayed", tmp_path)
+        feature_runs.run_as_listed(works._replace(refused={"native:delayed": "words"}), "native:delayed", tmp_path)
     with pytest.raises(AssertionError):
-        feature_runs.as_in_the_table(refused._replace(refused={"msamp:O2": "other words"}), "msamp:O2", tmp_path)
+        feature_runs.run_as_listed(refused._replace(refused={"msamp:O2": "other words"}), "msamp:O2", tmp_path)
 
 
 def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:

@@ -22,29 +22,29 @@ import crafted  # noqa: E402
 @pytest.mark.parametrize(
     "backend, tried", [("msamp:O1", 120), ("msamp:O3", 150), ("msamp:O4", 140), ("native:delayed", 25)]
 )
-def test_no_crafted_state_loads_and_no_refusal_changes_a_byte(backend, tried):
+def test_crafted_state_is_refused_without_changing_a_byte(backend, tried):
     rows = list(crafted.crafted(backend))
     assert len(rows) >= tried and [row for row in rows if row["wrong"]] == []
 
 
-def test_no_crafted_pickle_of_a_scaled_tensor_loads():
+def test_crafted_pickle_of_scaled_tensor_is_refused():
     rows = list(crafted.crafted_pickles())
     assert len(rows) >= 30 and [row for row in rows if row["wrong"]] == []
 
 
 @pytest.mark.slow
-def test_load_state_refuses_before_the_first_of_two_models_is_loaded():
+def test_load_state_refuses_before_loading_any_model():
     rows = list(crafted.crafted_folders("msamp:O3"))
     assert len(rows) >= 120 and [row for row in rows if row["wrong"]] == []
 
 
 @pytest.mark.parametrize("backend", ["msamp:O4", "native:delayed"])
-def test_what_a_training_leaves_and_other_programs_write_loads(backend):
+def test_genuine_and_third_party_states_load(backend):
     rows = list(crafted.loaded(backend))
     assert len(rows) >= 10 and [row for row in rows if row["wrong"]] == []
 
 
-def test_a_change_of_a_byte_would_be_seen():
+def test_comparison_detects_one_changed_byte():
     """Justify the tests above: the comparison covers all stored bytes."""
     run = crafted.Run("msamp:O3")
     before, weight = run.stored(), run.models[0][2].weight
@@ -58,7 +58,7 @@ def test_a_change_of_a_byte_would_be_seen():
         assert run.stored() == before
 
 
-def test_the_refusal_names_file_parameter_and_state_and_says_what_to_do(tmp_path):
+def test_refusal_names_file_parameter_state_and_fix(tmp_path):
     run = crafted.Run("msamp:O2")
     run.accelerator.save_state(str(tmp_path))
     saved = torch.load(unseal(tmp_path) / "optimizer.bin")
@@ -76,7 +76,7 @@ def test_the_refusal_names_file_parameter_and_state_and_says_what_to_do(tmp_path
         assert part in said
 
 
-def test_a_group_s_own_names_are_named():
+def test_refusal_names_parameters_of_named_groups():
     model = nn.Sequential(nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.named_parameters())
     model, optimizer = fp8_backends.prepare(model, optimizer, "msamp:O2")
@@ -109,7 +109,7 @@ def resumed(folder: Path, saved: dict, now: dict, by_state_dict: bool = False) -
 
 @pytest.mark.parametrize("by_state_dict", [False, True])
 @pytest.mark.parametrize("old, new", [("stochastic", "nearest"), ("nearest", "stochastic")])
-def test_another_recipe_of_the_same_name_is_told_once_and_values_are_kept(old, new, by_state_dict, tmp_path, caplog):
+def test_different_recipe_fields_warn_once_and_keep_values(old, new, by_state_dict, tmp_path, caplog):
     saved, now = {"rounding": old}, {"rounding": new}
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         before, after = resumed(tmp_path, saved, now, by_state_dict)
@@ -121,21 +121,21 @@ def test_another_recipe_of_the_same_name_is_told_once_and_values_are_kept(old, n
         assert (mine["exp_avg"] + 0 - (theirs["exp_avg"] + 0)).abs().max() <= amax / 16  # rounded once, to E4M3
 
 
-def test_how_a_training_is_watched_makes_no_other_recipe(tmp_path, caplog):
+def test_guard_and_monitor_do_not_change_recipe_identity(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         resumed(tmp_path, {}, {"guard": "skip", "monitor_every": 5, "monitor_file": "other"})
     assert not caplog.records
 
 
 @pytest.mark.parametrize("by_state_dict", [False, True])
-def test_the_same_recipe_says_nothing(by_state_dict, tmp_path, caplog):
+def test_same_recipe_loads_silently(by_state_dict, tmp_path, caplog):
     fields = {"include": ["0", "2"], "module_filter_func": lambda module, name: True}
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         resumed(tmp_path, fields, fields, by_state_dict)
     assert not caplog.records
 
 
-def test_a_checkpoint_of_a_newer_format_is_not_read(tmp_path):
+def test_newer_checkpoint_format_is_refused(tmp_path):
     run = crafted.Run("native:delayed")
     run.accelerator.save_state(str(tmp_path))
     metadata = unseal(tmp_path) / "fp8_backend.json"

@@ -26,11 +26,11 @@ def warned_of(caplog, model=None, prepared_for_evaluation=False, **options) -> l
     return [finding.rpartition("[")[2].partition("]")[0] for finding in findings]
 
 
-def test_a_sound_training_is_prepared_in_silence(caplog):
+def test_sound_training_prepares_silently(caplog):
     assert warned_of(caplog) == [] == caplog.records
 
 
-def test_one_line_names_reason_and_fix_and_the_model_is_prepared(caplog):
+def test_known_problem_warns_with_reason_and_fix(caplog):
     model = mlp()
     assert warned_of(caplog, model, include=["0"]) == ["minority_in_fp8"]
     (line,) = [record.getMessage() for record in caplog.records]
@@ -39,11 +39,11 @@ def test_one_line_names_reason_and_fix_and_the_model_is_prepared(caplog):
 
 
 @pytest.mark.parametrize("backend, rules", [("eager", ["flash_attention_2_compile"]), ("no", [])])
-def test_what_the_accelerator_does_around_the_model_counts(caplog, backend, rules):
+def test_accelerator_settings_are_checked(caplog, backend, rules):
     model = mlp()
     model.config = SimpleNamespace(_attn_implementation="flash_attention_2")
     assert warned_of(caplog, model, dynamo_backend=backend) == rules
 
 
-def test_a_model_that_does_not_train_is_nobody_s_problem(caplog):
+def test_frozen_model_has_no_known_problems(caplog):
     assert warned_of(caplog, include=["0"], prepared_for_evaluation=True) == []

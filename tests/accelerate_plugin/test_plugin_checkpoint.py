@@ -33,7 +33,7 @@ def new_run(backend: str | None, seed: int = 0, **fields):
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
 
 
-def test_without_its_scaling_state_a_delayed_run_would_differ(tmp_path):
+def test_delayed_run_depends_on_its_scaling_state(tmp_path):
     """Show the difference that makes the file necessary in tests of resumed runs."""
     accelerator, model, optimizer = new_run("native:delayed")
     train(accelerator, model, optimizer, DATA[:4])
@@ -87,7 +87,7 @@ def pickled_globals(path) -> list[str]:
 
 
 @pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
-def test_checkpoint_of_stock_accelerate_says_that_scales_start_afresh(backend, warns, tmp_path, caplog):
+def test_stock_checkpoint_warns_about_fresh_scales(backend, warns, tmp_path, caplog):
     accelerator, model, optimizer = new_run(None)
     train(accelerator, model, optimizer, DATA[:2])
     accelerator.save_state(str(tmp_path))
@@ -113,7 +113,7 @@ def test_checkpoint_of_another_backend_names_both_and_loads_the_weights(tmp_path
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_scaling_state_that_does_not_fit_is_an_error(tmp_path):
+def test_mismatched_scaling_state_is_an_error(tmp_path):
     accelerator, model, optimizer = new_run("native:delayed", amax_history_len=16)
     train(accelerator, model, optimizer, DATA[:2])
     accelerator.save_state(str(tmp_path))
@@ -122,7 +122,7 @@ def test_scaling_state_that_does_not_fit_is_an_error(tmp_path):
         accelerator.load_state(str(tmp_path))
 
 
-def test_several_models_keep_their_own_scaling_state(tmp_path):
+def test_each_model_keeps_its_scaling_state(tmp_path):
     def run():
         AcceleratorState._reset_state(reset_partial_state=True)
         recipe = fp8_backends.NativeRecipeKwargs(scaling="delayed", amax_history_len=4)
@@ -141,7 +141,7 @@ def test_several_models_keep_their_own_scaling_state(tmp_path):
     assert (train(accelerator, a, opt_a, DATA[5:]), train(accelerator, b, opt_b, DATA[5:])) == unbroken
 
 
-def test_optimizer_state_dict_carries_the_scaling_state_for_loops_without_save_state():
+def test_optimizer_state_dict_carries_scaling_state():
     accelerator, model, optimizer = new_run("native:delayed")
     train(accelerator, model, optimizer, DATA[:4])
     weights, state = copied_parameters(model), copy.deepcopy(optimizer.state_dict())
@@ -153,13 +153,13 @@ def test_optimizer_state_dict_carries_the_scaling_state_for_loops_without_save_s
     torch.optim.AdamW(mlp().parameters()).load_state_dict(state)  # stock PyTorch passes over it
 
 
-def test_optimizer_state_dict_of_stateless_scaling_is_the_stock_one():
+def test_stateless_scaling_keeps_stock_optimizer_state_dict():
     accelerator, model, optimizer = new_run("native:dynamic")
     train(accelerator, model, optimizer, DATA[:1])
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_an_optimizer_prepared_after_load_state_is_said_to_start_afresh(tmp_path, caplog):
+def test_optimizer_prepared_after_load_state_warns_about_fresh_state(tmp_path, caplog):
     accelerator, model, optimizer = new_run("native:dynamic")
     train(accelerator, model, optimizer, DATA[:1])
     accelerator.save_state(str(tmp_path))

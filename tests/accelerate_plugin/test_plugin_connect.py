@@ -34,7 +34,7 @@ def test_connecting_again_changes_nothing():
     assert Accelerator.__init__ is before
 
 
-def test_connection_is_found_below_another_librarys_patch(monkeypatch):
+def test_connection_is_found_beneath_third_party_patch(monkeypatch):
     ours = Accelerator.__init__
 
     @functools.wraps(ours)
@@ -46,7 +46,7 @@ def test_connection_is_found_below_another_librarys_patch(monkeypatch):
     assert Accelerator.__init__ is theirs
 
 
-def test_import_warns_of_an_accelerator_made_before_it(monkeypatch, caplog):
+def test_import_warns_about_earlier_accelerator(monkeypatch, caplog):
     monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
     Accelerator(mixed_precision="fp8", kwargs_handlers=[accelerate.utils.AORecipeKwargs()])
     fp8_backends.connect()
@@ -57,14 +57,14 @@ def test_import_warns_of_an_accelerator_made_before_it(monkeypatch, caplog):
     assert fp8_backends.audit(model).products
 
 
-def test_an_accelerator_from_before_the_import_without_fp8_is_left_alone(monkeypatch, caplog):
+def test_earlier_accelerator_without_fp8_stays_unchanged(monkeypatch, caplog):
     monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
     accelerator = Accelerator(mixed_precision="bf16")
     fp8_backends.connect()
     assert type(accelerator) is Accelerator and not caplog.records
 
 
-def test_disable_variable_leaves_accelerate_alone(monkeypatch):
+def test_disable_variable_leaves_accelerate_unchanged(monkeypatch):
     def untouched(self):
         pass
 
@@ -94,7 +94,7 @@ def test_our_handlers_reach_the_registry(handler, name):
     "value, name",
     [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed")],
 )
-def test_backend_of_the_environment(monkeypatch, value, name):
+def test_environment_selects_backend(monkeypatch, value, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", value)
     assert Accelerator().fp8_recipe.name == name
@@ -108,7 +108,7 @@ def test_backend_of_the_environment(monkeypatch, value, name):
         (fp8_backends.MSAMPRecipeKwargs(implementation="original"), "the package msamp is not installed"),
     ],
 )
-def test_what_cannot_run_here_is_refused_before_there_is_an_accelerator(recipe, said):
+def test_unavailable_backend_is_refused_before_construction(recipe, said):
     with pytest.raises(BackendUnavailableError, match=said):
         Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
     # the next Accelerator of this process may have another precision
@@ -130,7 +130,7 @@ def test_wrong_arguments_raise_the_stock_error():
 
 
 @pytest.mark.parametrize("given", ["native:delayed", "Native:Delayed", "ao", "msamp:O1", "torchao", "auto"])
-def test_a_backend_string_as_mixed_precision_is_fp8_with_that_backend(given, monkeypatch):
+def test_mixed_precision_accepts_backend_string(given, monkeypatch):
     accelerator = Accelerator(mixed_precision=given)
     assert accelerator.fp8_recipe == fp8_backends.resolve(given) and accelerator.mixed_precision == "fp8"
     accelerate.state.AcceleratorState._reset_state()
@@ -139,7 +139,7 @@ def test_a_backend_string_as_mixed_precision_is_fp8_with_that_backend(given, mon
     assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
 
 
-def test_a_backend_string_as_mixed_precision_completes_nothing():
+def test_mixed_precision_refuses_second_recipe_and_unknown_strings():
     with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and FP8Recipe.*mixed_precision"):
         Accelerator(mixed_precision="native", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
     with pytest.raises(RecipeError, match="unknown backend 'nativ:dynamic' .did you mean 'native'"):
@@ -159,12 +159,12 @@ def test_a_backend_string_as_mixed_precision_completes_nothing():
         ({"backend": "ao"}, r"Write kwargs_handlers=\[FP8RecipeKwargs"),
     ],
 )
-def test_what_is_no_list_of_handlers_is_refused_with_what_to_write(handlers, said):
+def test_invalid_handler_list_is_refused_with_fix(handlers, said):
     with pytest.raises(RecipeError, match=said):
         Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
 
 
-def test_a_handler_that_prints_like_a_backend_string_is_none(monkeypatch):
+def test_handler_with_backend_repr_is_not_a_backend_string(monkeypatch):
     monkeypatch.setattr(DistributedDataParallelKwargs, "__str__", lambda self: "cuda:0")
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs()])
     assert accelerator.fp8_recipe.name == "native:dynamic"
@@ -182,7 +182,7 @@ def test_a_recipe_without_fp8_is_refused(precision):
         Accelerator(mixed_precision=precision, kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
 
 
-def test_accelerates_own_checks_are_off_only_during_the_call():
+def test_accelerates_checks_are_disabled_only_during_construction():
     before = accelerate.state.is_fp8_available, accelerate.state.check_cuda_fp8_capability
     Accelerator(mixed_precision="fp8")
     with pytest.raises(RecipeError):
@@ -190,7 +190,7 @@ def test_accelerates_own_checks_are_off_only_during_the_call():
     assert (accelerate.state.is_fp8_available, accelerate.state.check_cuda_fp8_capability) == before
 
 
-def test_fp8_needs_no_library_of_accelerates_list(monkeypatch):
+def test_fp8_needs_none_of_accelerates_libraries(monkeypatch):
     monkeypatch.setattr(accelerate.state, "is_fp8_available", lambda: False)
     assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
 
@@ -230,7 +230,7 @@ def test_subclasses_keep_their_methods():
     assert_all_moved(model, before)
 
 
-def test_one_class_for_each_accelerator_class():
+def test_each_accelerator_class_gets_one_subclass():
     assert type(Accelerator(mixed_precision="fp8")) is type(Accelerator(mixed_precision="fp8"))
 
 
@@ -259,7 +259,7 @@ def test_accelerator_copies():
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
-def test_a_pickled_accelerator_trains_on_as_it_would_have(backend):
+def test_pickled_accelerator_continues_training_identically(backend):
     """Restore optimizer hooks after unpickling: PyTorch pickles none, and they roll and save scaling states."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend)])

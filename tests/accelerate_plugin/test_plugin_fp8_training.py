@@ -48,7 +48,7 @@ def test_forward_runs_under_autocast_and_returns_fp32():
     assert seen == [hardware.fast_dtype("cpu")]
 
 
-def test_losses_of_ao_equal_a_raw_torchao_loop():
+def test_ao_losses_match_raw_torchao_loop():
     """Compare `ao` through Accelerate with TorchAO's documented loop, bit for bit on one device."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -94,7 +94,7 @@ def test_several_models_with_an_optimizer_each():
         assert_fp8_products(model, layers=3)
 
 
-def test_model_alone_is_prepared_for_evaluation():
+def test_model_without_optimizer_prepares_for_evaluation():
     accelerator = fp8_accelerator()
     model = mlp().eval()
     x = batches(1)[0][0]
@@ -106,7 +106,7 @@ def test_model_alone_is_prepared_for_evaluation():
     assert not model.training
 
 
-def test_a_module_without_weights_is_no_error():
+def test_weightless_module_prepares():
     accelerator = fp8_accelerator()
     model = mlp()
     before = copied_parameters(model)
@@ -117,7 +117,7 @@ def test_a_module_without_weights_is_no_error():
     assert_all_moved(model, before)
 
 
-def test_a_network_without_linear_layers_trains_beside_a_converted_one(caplog):
+def test_network_without_linear_layers_trains_with_converted_model(caplog):
     accelerator = fp8_accelerator()
     convolution, model = nn.Conv1d(2, 2, 3), mlp()
     before = copied_parameters(convolution)
@@ -130,7 +130,7 @@ def test_a_network_without_linear_layers_trains_beside_a_converted_one(caplog):
     assert "Conv1d has no Linear layer" in caplog.text
 
 
-def test_fp8_for_nothing_but_a_network_without_linear_layers_is_refused():
+def test_fp8_without_any_linear_layer_is_refused():
     with pytest.raises(FP8BackendError, match="convolution: FP8 has no product for it"):
         fp8_accelerator().prepare(nn.Conv1d(2, 2, 3))
     with pytest.raises(FP8BackendError, match="no Linear"):
@@ -151,7 +151,7 @@ def test_backward_without_a_prepared_model_raises():
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
-def test_an_optimizer_that_is_not_prepared_is_told_of_once_after_the_first_backward(backend, caplog):
+def test_unprepared_optimizer_warns_once_after_first_backward(backend, caplog):
     accelerator, x = fp8_accelerator(backend), batches(1)[0][0]
     model = accelerator.prepare(mlp())
     model(x)
@@ -163,7 +163,7 @@ def test_an_optimizer_that_is_not_prepared_is_told_of_once_after_the_first_backw
     assert ("level O2 does not reach its states" in told) == (backend == "msamp:O2")
 
 
-def test_each_model_of_several_is_told_of(caplog):
+def test_unprepared_optimizer_warns_for_each_model(caplog):
     """Train a GAN with a separate backward per model and one forgotten optimizer."""
     accelerator, x = fp8_accelerator(), batches(1)[0][0]
     first, second = mlp(), mlp(1)
@@ -175,7 +175,7 @@ def test_each_model_of_several_is_told_of(caplog):
     assert len(caplog.messages) == 1 and "its optimizer is not prepared" in caplog.messages[0]
 
 
-def test_models_that_do_not_train_need_no_optimizer(caplog):
+def test_frozen_models_need_no_optimizer(caplog):
     accelerator, x = fp8_accelerator(), batches(1)[0][0]
     evaluated, teacher, model = accelerator.prepare(mlp(1), mlp(2).requires_grad_(False), mlp())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))  # apart, and later
@@ -194,7 +194,7 @@ def test_an_optimizer_of_another_model_is_refused():
 
 
 @pytest.mark.parametrize("prepared_first", ["model", "optimizer"])
-def test_one_that_is_prepared_apart_is_refused_at_its_first_step(prepared_first):
+def test_separately_prepared_foreign_optimizer_is_refused_at_first_step(prepared_first):
     accelerator, model = fp8_accelerator(), mlp()
     objects = {"model": model, "optimizer": torch.optim.SGD(mlp().parameters(), 0.1)}
     names = [prepared_first, *objects.keys() - {prepared_first}]
@@ -203,7 +203,7 @@ def test_one_that_is_prepared_apart_is_refused_at_its_first_step(prepared_first)
         train(accelerator, objects["model"], objects["optimizer"], batches(1))
 
 
-def test_an_optimizer_of_parameters_beside_the_model_is_fine():
+def test_optimizer_may_hold_extra_parameters():
     accelerator, model = fp8_accelerator(), mlp()
     temperature = nn.Parameter(torch.ones(()))
     beside = accelerator.prepare(torch.optim.SGD([temperature], 0.1))
@@ -227,7 +227,7 @@ class Bypass(nn.Module):
         return x[:, :16] * self.scale
 
 
-def test_fp8_that_never_ran_raises_at_the_first_optimizer_step():
+def test_unused_fp8_layers_raise_at_first_optimizer_step():
     accelerator = fp8_accelerator()
     model = Bypass()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -237,7 +237,7 @@ def test_fp8_that_never_ran_raises_at_the_first_optimizer_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
-def test_compiled_by_accelerate_gives_the_losses_of_eager(backend):
+def test_compiled_losses_match_eager(backend):
     losses = []
     for dynamo_backend in (None, "eager"):
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend)

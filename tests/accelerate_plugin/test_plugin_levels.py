@@ -33,7 +33,7 @@ def prepared(acc: Accelerator, lr: float = 5e-3, **options):
 @pytest.mark.parametrize(
     ("level", "autocast"), [*((level, "bf16") for level in LEVELS), *(("O2", "fp16"), ("O4", "fp16"), ("O3", "fp32"))]
 )
-def test_trains_clips_and_resumes_to_the_bit(level, autocast, tmp_path):
+def test_level_trains_clips_and_resumes_bitwise(level, autocast, tmp_path):
     acc = accelerator(level, autocast)
     parts = prepared(acc)
     data = [batches(1, seed=1)[0]] * 30
@@ -72,7 +72,7 @@ print("resumed", scaling, [loss.hex() for loss in losses], total.hex())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.nightly), "O4"])
-def test_a_new_process_resumes_to_the_bit(level, tmp_path):
+def test_new_process_resumes_bitwise(level, tmp_path):
     """More than 16 steps before it: the scaling windows are in their delayed phase."""
     tests, told = __file__.rpartition("/")[0], []
     for load in (False, True):
@@ -86,7 +86,7 @@ def test_a_new_process_resumes_to_the_bit(level, tmp_path):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_microbatches_are_cast_once_when_they_are_complete(level):
+def test_accumulated_gradient_is_cast_once(level):
     acc = accelerator(level, steps=4)
     model, optimizer, _ = prepared(acc)
     weight, seen = acc.unwrap_model(model)[0].weight, []
@@ -101,7 +101,7 @@ def test_microbatches_are_cast_once_when_they_are_complete(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_reported_norms_are_true_norms_under_a_loss_scaler(level):
+def test_loss_scaler_reports_true_norms(level):
     """Stock Accelerate reports MS-AMP's norms 65536 times too large."""
     norms = []
     for autocast in ("fp16", "fp32"):
@@ -123,7 +123,7 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O2"), (20, "O4")])
-def test_a_loss_scaler_skips_a_step_that_is_not_finite(level, at):
+def test_loss_scaler_skips_non_finite_step(level, at):
     acc = accelerator(level, "fp16")
     model, optimizer, scheduler = prepared(acc)
     data = [batches(1, seed=1)[0]] * (at + 1)
@@ -141,7 +141,7 @@ def test_a_loss_scaler_skips_a_step_that_is_not_finite(level, at):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradient_release_trains_as_the_usual_order_does_and_refuses_to_clip(level):
+def test_gradient_release_matches_usual_order_and_refuses_clipping(level):
     data = batches(3, seed=1)
     usual, acc = accelerator(level), accelerator(level, gradient_release=True)
     theirs, ours = prepared(usual), prepared(acc)
@@ -159,7 +159,7 @@ def test_gradient_release_refuses_accumulation():
         accelerator("O2", steps=2, gradient_release=True)
 
 
-def test_gradient_release_refuses_what_a_trainer_would_clip_or_accumulate(tmp_path, monkeypatch):
+def test_gradient_release_refuses_trainer_clipping_and_accumulation(tmp_path, monkeypatch):
     from transformers import Trainer, TrainingArguments
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
@@ -173,7 +173,7 @@ def test_gradient_release_refuses_what_a_trainer_would_clip_or_accumulate(tmp_pa
             Trainer(mlp(), TrainingArguments(str(tmp_path), use_cpu=True, **arguments))
 
 
-def test_fsdp1_is_refused_with_what_to_do():
+def test_fsdp1_is_refused_with_fix():
     acc = accelerator("O2")
     AcceleratorState._shared_state |= {  # as on GPUs; on a CPU Accelerate takes no FSDP
         "distributed_type": DistributedType.FSDP,

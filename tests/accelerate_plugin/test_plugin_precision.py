@@ -48,7 +48,7 @@ def cpu_without_bf16(monkeypatch):
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
 
 
-def test_on_a_cpu_without_bf16_products_fp32_runs_around_fp8_and_one_line_says_so(cpu_without_bf16, caplog):
+def test_cpu_without_bf16_runs_fp32_around_fp8_with_notice(cpu_without_bf16, caplog):
     with caplog.at_level("INFO", logger="fp8_backends"):
         accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
         model = mlp()
@@ -65,7 +65,7 @@ def test_on_a_cpu_without_bf16_products_fp32_runs_around_fp8_and_one_line_says_s
 
 
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_an_autocast_dtype_that_is_given_is_honoured_there_with_a_warning(name, dtype, cpu_without_bf16, caplog):
+def test_explicit_autocast_dtype_without_bf16_warns(name, dtype, cpu_without_bf16, caplog):
     accelerator = accelerator_with(name)
     model = mlp()
     seen = activations_of(model)

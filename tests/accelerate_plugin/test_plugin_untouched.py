@@ -55,11 +55,11 @@ def stock(outcome):
 
 
 @pytest.mark.slow
-def test_bf16_with_and_without_the_import_is_equal_to_the_bit(outcome, stock):
+def test_import_changes_no_bit_of_bf16_training(outcome, stock):
     assert "Accelerator object" in stock
     assert outcome("import fp8_backends") == stock
 
 
-def test_disabled_package_is_equal_to_the_bit(outcome, stock):
+def test_disabled_package_changes_no_bit(outcome, stock):
     check = "import accelerate; assert not hasattr(accelerate.Accelerator.__init__, '__wrapped__')"
     assert outcome(f"import fp8_backends; {check}", FP8_BACKENDS_DISABLE="1") == stock

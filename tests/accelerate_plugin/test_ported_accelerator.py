@@ -35,7 +35,7 @@ def stock_state(optimizer) -> dict:
     return {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
 
 
-def test_prepared_objects_are_referenced_and_marked_and_none_is_passed_through(backend):
+def test_prepared_objects_are_registered_and_none_passes_through(backend):
     accelerator = fresh_accelerator(backend)
     given = components()
     *objects, nothing, strangers = accelerator.prepare(*given, None, [1, 2, 3])
@@ -72,7 +72,7 @@ def test_a_saved_state_replaces_random_weights(backend, make, safetensors, tmp_p
 
 
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"max_shard_size": "20KB"}])
-def test_a_saved_model_loads_into_itself_and_into_a_stock_one(backend, options, tmp_path):
+def test_saved_model_loads_into_prepared_and_stock_models(backend, options, tmp_path):
     accelerator, model, *_ = prepared(backend)
     expected, saved = model.eval()(INPUTS), weights_of(model)
     accelerator.save_model(model, tmp_path, **options)
@@ -123,14 +123,14 @@ def test_an_unwrapped_model_runs_and_survives_pickling(backend):
     assert_same(weights_of(loaded), weights_of(inner))
 
 
-def test_a_compiled_parallel_model_is_unwrapped_with_and_without_its_compiler(backend):
+def test_compiled_parallel_model_unwraps_with_and_without_compile(backend):
     accelerator, model, *_ = prepared(backend, steps=0)
     compiled, parallel = torch.compile(model), torch.compile(nn.DataParallel(model))
     assert accelerator.unwrap_model(parallel, keep_torch_compile=True)._orig_mod is compiled._orig_mod
     assert accelerator.unwrap_model(parallel, keep_torch_compile=False) is compiled._orig_mod
 
 
-def test_an_accelerator_pickles_with_all_that_it_has_prepared(backend):
+def test_accelerator_pickles_with_prepared_objects(backend):
     """Port `test_can_pickle_dataloader` and `test_pickle_accelerator`: the copy trains without affecting the
     original."""
     accelerator, model, optimizer, scheduler, loader = prepared(backend, steps=2)
@@ -153,7 +153,7 @@ def test_a_prepared_optimizer_pickles(backend):
     assert_same(stock_state(loaded), stock_state(optimizer))
 
 
-def test_a_model_in_double_precision_still_reads_and_runs(backend):
+def test_fp64_model_prepares_and_runs(backend):
     accelerator, model, *_ = prepared(backend)
     saved = weights_of(model)
     if backend not in ("msamp:O2", "msamp:O3"):

@@ -69,7 +69,7 @@ def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
     assert_same(second.state(), first.state())
 
 
-def test_training_resumes_from_the_newest_checkpoint_of_a_relative_folder(backend, tmp_path, monkeypatch):
+def test_training_resumes_from_newest_checkpoint_in_relative_folder(backend, tmp_path, monkeypatch):
     """Port `test_can_resume_training_checkpoints_relative_path`, `test_with_scheduler` and `test_automatic_loading`."""
     monkeypatch.chdir(tmp_path)
 
@@ -94,7 +94,7 @@ def test_training_resumes_from_the_newest_checkpoint_of_a_relative_folder(backen
     assert_same(second.state(), first.state())
 
 
-def test_a_model_that_is_registered_beside_the_prepared_ones_is_saved_with_them(backend, tmp_path):
+def test_registered_unprepared_model_is_saved(backend, tmp_path):
     """Call `register_for_checkpointing`, as examples/by_feature/checkpointing.py, with a second prepared model."""
     run = Run(backend)
     average = mlp(seed=3)

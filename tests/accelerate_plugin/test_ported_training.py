@@ -63,7 +63,7 @@ def mse(model, x, y) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def test_no_sync_and_a_triggered_sync_change_nothing_on_one_process(backend):
+def test_no_sync_is_inert_on_one_process(backend):
     """Port `test_noop_sync` and the loop of `test_distributed_sync_multiple_fwd`."""
     pair = Pair(backend)
     for index, (x, y) in enumerate(batches(3)):
@@ -87,7 +87,7 @@ def test_no_sync_and_a_triggered_sync_change_nothing_on_one_process(backend):
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend, sync_each_batch):
+def test_accumulation_matches_bare_loop(backend, sync_each_batch):
     """Port `test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`; the last step of an
     epoch has one microbatch, also divided by two."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
@@ -112,7 +112,7 @@ def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split_batches", [False, True])
-def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_batches):
+def test_prepared_loader_matches_bare_loop(backend, split_batches):
     """Port `training_check` of test_script.py: three epochs, shuffled by a seedable sampler."""
     from accelerate import DataLoaderConfiguration
 
@@ -136,7 +136,7 @@ def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_b
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
+def test_scheduler_waits_for_skipped_steps(backend, with_optimizer):
     """Port `lambda_test`; a non-finite loss, in place of `_is_overflow`, makes the loss scaler skip."""
     pair = Pair(
         backend,
@@ -159,7 +159,7 @@ def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
     assert rates == pytest.approx([step / 1000 for step in expected])
 
 
-def test_microbatches_that_a_script_adds_up_are_those_of_a_bare_loop(backend):
+def test_manual_accumulation_matches_bare_loop(backend):
     """Port gradient_accumulation_for_autoregressive_models.py: Accelerate sees only one step."""
     accelerator = fresh_accelerator(backend)
     ours, bare = (components()[:3] for _ in range(2))

@@ -80,7 +80,7 @@ class Awkward(nn.Module):
         return self.last(torch.relu(self.even(self.back(torch.relu(self.odd(x))))))
 
 
-def test_fault_08_siblings_of_an_odd_layer_convert():
+def test_fault_08_siblings_of_odd_layer_convert():
     torch.manual_seed(0)
     model = Awkward()
     before = copied_parameters(model)
@@ -132,7 +132,7 @@ def test_fault_10_frozen_flags_eval_mode_and_hooks_survive():
     assert_all_moved(model, before)
 
 
-def test_fault_11_norms_and_missing_biases_stay_as_they_are():
+def test_fault_11_norms_and_missing_biases_stay_unchanged():
     torch.manual_seed(0)
     norms = nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64), nn.LayerNorm((64,))
     layers = nn.Linear(32, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 16, bias=False)
@@ -146,7 +146,7 @@ def test_fault_11_norms_and_missing_biases_stay_as_they_are():
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
-def test_fault_12_conversion_turns_back(backend):
+def test_fault_12_conversion_restores(backend):
     accelerator, model, _ = trained(backend, mlp(), batches(2))
     weights = copied_parameters(model)
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
@@ -164,7 +164,7 @@ def test_fault_12_conversion_turns_back(backend):
 # 13, 14: arguments of prepare
 
 
-def test_fault_13_model_alone_several_models_and_dummy_optimizers():
+def test_fault_13_one_or_several_models_and_dummy_optimizers():
     accelerator = fp8_accelerator("native:delayed")
     alone = accelerator.prepare(mlp(0))
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_fault_24_unwrapping_keeps_the_users_decorators(autocast_dtype):
     assert torch.equal(unwrapped(x), 2 * unwrapped.layer(x))
 
 
-def test_fault_24_unwrapping_keeps_a_forward_of_the_instance():
+def test_fault_24_unwrapping_keeps_instance_forward():
     model = mlp()
     plain = model.forward
     model.forward = doubled(lambda self, x: plain(x)).__get__(model)
@@ -277,7 +277,7 @@ def test_fault_24_unwrapping_keeps_a_forward_of_the_instance():
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False).forward == given
 
 
-def test_fault_24_a_copied_model_runs_its_own_weights():
+def test_fault_24_copied_model_runs_its_own_weights():
     accelerator, model, _ = trained("native:delayed", mlp(), batches(2))
     twin = copy.deepcopy(accelerator.unwrap_model(model, keep_fp32_wrapper=False)).eval()
     x = batches(1)[0][0]
@@ -288,7 +288,7 @@ def test_fault_24_a_copied_model_runs_its_own_weights():
     assert torch.equal(twin(x), before) and before.abs().max() > 0
 
 
-def test_fault_25_filters_filter_and_tiny_models_convert():
+def test_fault_25_filters_apply_and_tiny_models_convert():
     def first_and_last_stay(module, name):
         return name not in ("0", "4")
 

@@ -44,7 +44,7 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_checkpoint_appears_at_once_with_everything_in_it(tmp_path):
+def test_checkpoint_appears_atomically(tmp_path):
     accelerator, model, optimizer = run()
     train(accelerator, model, optimizer, DATA[:2])
     target, seen = tmp_path / "runs" / "a", []
@@ -63,7 +63,7 @@ def test_a_checkpoint_appears_at_once_with_everything_in_it(tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
 
 
-def test_a_save_over_another_keeps_what_is_the_users_own_and_removes_what_is_stale(tmp_path):
+def test_overwrite_keeps_user_files_and_removes_stale_ones(tmp_path):
     accelerator, model, optimizer = run()
     for name in ("log.txt", "part/more.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def test_a_save_over_another_keeps_what_is_the_users_own_and_removes_what_is_sta
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_a_save_over_a_checkpoint_without_a_manifest_leaves_nothing_of_its_other_ranks(tmp_path):
+def test_overwrite_without_manifest_removes_files_of_other_ranks(tmp_path):
     accelerator, model, optimizer = run()
     accelerator.save_state(str(tmp_path))
     (tmp_path / "fp8_manifest.json").unlink()
@@ -93,7 +93,7 @@ def test_a_save_over_a_checkpoint_without_a_manifest_leaves_nothing_of_its_other
 
 
 @pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_other_weights_that_accelerate_would_prefer_are_replaced(is_checkpoint, tmp_path):
+def test_overwrite_removes_weights_preferred_by_accelerate(is_checkpoint, tmp_path):
     accelerator, _, _ = run()
     if is_checkpoint:
         accelerator.save_state(str(tmp_path))
@@ -106,7 +106,7 @@ def test_other_weights_that_accelerate_would_prefer_are_replaced(is_checkpoint, 
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_path):
+def test_sibling_files_from_hooks_stay_siblings(tmp_path):
     accelerator, _, _ = run()
 
     def write(models, weights, folder):
@@ -124,7 +124,7 @@ def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, tmp_path):
+def test_concurrent_saves_into_one_folder_wait(is_there, tmp_path):
     accelerator, model, optimizer = run()
     target = tmp_path / "a"
     if is_there:
@@ -148,7 +148,7 @@ def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_an_error_of_fsdp2s_sharded_files_is_one_like_any_other(tmp_path):
+def test_sharded_file_error_is_reported_like_others(tmp_path):
     from torch.distributed.checkpoint import CheckpointException  # no Exception, but a BaseException
 
     def fail(*_):
@@ -171,7 +171,7 @@ class CountsElsewhere(torch.optim.SGD):
             self.state[p]["step"] = None
 
 
-def test_an_optimizer_that_keeps_no_steps_is_saved(tmp_path):
+def test_optimizer_without_step_count_is_saved(tmp_path):
     accelerator, model, _ = run()
     optimizer = accelerator.prepare(CountsElsewhere(model.parameters(), 0.1, momentum=0.9))
     train(accelerator, model, optimizer, DATA[:1])
@@ -179,7 +179,7 @@ def test_an_optimizer_that_keeps_no_steps_is_saved(tmp_path):
     assert json.loads((tmp_path / "a" / "fp8_manifest.json").read_text())["step"] is None
 
 
-def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
+def test_folder_name_expands_home(tmp_path, monkeypatch):
     accelerator, _, _ = run()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -192,7 +192,7 @@ def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_no_rename_can_replace_is_refused_with_a_way_out(tmp_path, monkeypatch):
+def test_unrenamable_folder_is_refused_with_fix(tmp_path, monkeypatch):
     accelerator, _, _ = run()
     (tmp_path / "a").write_text("mine")
     with pytest.raises(FP8BackendError, match="is a file.*save into another one"):
@@ -212,7 +212,7 @@ def test_what_no_rename_can_replace_is_refused_with_a_way_out(tmp_path, monkeypa
     accelerator.load_state("b")
 
 
-def test_a_folder_that_is_replaced_keeps_its_permissions(tmp_path):
+def test_replaced_folder_keeps_permissions(tmp_path):
     accelerator, _, _ = run()
     (tmp_path / "a").mkdir(mode=0o2750)
     (tmp_path / "a").chmod(0o2750)
@@ -240,7 +240,7 @@ def killed_at_rename(number: int):
 
 
 @pytest.mark.parametrize("at", range(1, 6))
-def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
+def test_load_finishes_interrupted_replacement(at, tmp_path):
     """Interrupt before each rename of a replacement, and again while a load finishes it."""
     accelerator, model, optimizer = run()
     target, mine = tmp_path / "a", {"log.txt", "part/more.txt"}
@@ -266,7 +266,7 @@ def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(
     assert mine <= files(target) and [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_old_checkpoints_are_removed_without_one_whose_replacement_was_interrupted(tmp_path):
+def test_rotation_keeps_interrupted_replacement(tmp_path):
     accelerator, _, _ = run()
     target = tmp_path / "checkpoints" / "best"
     accelerator.save_state(str(target))
@@ -277,7 +277,7 @@ def test_old_checkpoints_are_removed_without_one_whose_replacement_was_interrupt
     accelerator.load_state(str(target))
 
 
-def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
+def test_next_save_removes_remains_of_killed_save(tmp_path):
     accelerator, _, _ = run()
     for name in (".a.saving/a/stale.bin", ".a.saving/stale.bin"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_an_error_while_saving_leaves_the_checkpoint_before_as_it_was(is_there, tmp_path):
+def test_failed_save_keeps_previous_checkpoint(is_there, tmp_path):
     accelerator, model, optimizer = run()
     if is_there:
         accelerator.save_state(str(tmp_path / "a"))
@@ -310,7 +310,7 @@ def test_an_error_while_saving_leaves_the_checkpoint_before_as_it_was(is_there, 
     accelerator.load_state(str(tmp_path / "a"))
 
 
-def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path):
+def test_damaged_checkpoint_is_refused_before_loading(tmp_path):
     accelerator, model, optimizer = run()
     for name in ("a", "b"):
         train(accelerator, model, optimizer, DATA[:1])
@@ -331,7 +331,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path):
         accelerator.load_state(str(tmp_path / "c"))
 
 
-def test_a_checkpoint_without_a_manifest_loads_and_one_line_says_so(tmp_path, capsys):
+def test_checkpoint_without_manifest_loads_with_notice(tmp_path, capsys):
     accelerator, _, _ = run()
     accelerator.save_state(str(tmp_path))
     (tmp_path / "fp8_manifest.json").unlink()
@@ -343,7 +343,7 @@ def test_a_checkpoint_without_a_manifest_loads_and_one_line_says_so(tmp_path, ca
     assert str(tmp_path) in line
 
 
-def test_automatic_naming_loads_the_newest_whole_one_and_removes_old_ones_last(tmp_path, caplog, monkeypatch):
+def test_automatic_naming_loads_newest_whole_and_rotates_last(tmp_path, caplog, monkeypatch):
     accelerator, model, optimizer = run(tmp_path, total_limit=2)
     with pytest.raises(FP8BackendError, match="no checkpoint"):
         accelerator.load_state()
@@ -373,7 +373,7 @@ def test_automatic_naming_loads_the_newest_whole_one_and_removes_old_ones_last(t
         accelerator.save_state()
 
 
-def test_automatic_naming_removes_only_what_it_has_named(tmp_path):
+def test_automatic_naming_removes_only_its_own_checkpoints(tmp_path):
     accelerator, _, _ = run(tmp_path, total_limit=1)
     accelerator.save_state()
     folder = tmp_path / "checkpoints"

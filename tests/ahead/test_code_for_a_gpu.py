@@ -36,7 +36,7 @@ def answered(script: str, *arguments: str, cwd: Path, folder: str = "benchmarks/
 
 
 @pytest.mark.parametrize("backend", BUDGETS)
-def test_a_compiled_layer(backend, tmp_path):
+def test_compiled_layer_stays_within_budget(backend, tmp_path):
     result = answered("compiled_layers.py", backend, "--no-machine-code", cwd=tmp_path)
     assert not within(result, BUDGETS[backend])
     assert_one_graph_of_fp8_products(result)
@@ -52,7 +52,7 @@ def test_every_kernel_of_a_compiled_layer_compiles(capability, tmp_path):
         assert {dtype[:6] for dtype in result["products"]} == {"float8" if capability == "9 0" else "float3"}
 
 
-def test_an_eager_layer_and_the_optimizer(tmp_path):
+def test_eager_layer_and_optimizer_stay_within_budget(tmp_path):
     backends = ",".join(SPECIALISATIONS)
     found = answered("eager_calls.py", "--backends", backends, "--levels", "O2", cwd=tmp_path)
     for backend, kernels in SPECIALISATIONS.items():

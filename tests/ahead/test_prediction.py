@@ -33,13 +33,13 @@ RESULTS = {each["backend"]: each for each in RECORD["results"]}
 
 
 @pytest.mark.parametrize("backend", BUDGETS)
-def test_a_layer_costs_no_more_than_its_budget(backend):
+def test_layer_stays_within_budget(backend):
     result = RESULTS[backend]
     assert not within(result, BUDGETS[backend])
     assert_one_graph_of_fp8_products(result)
 
 
-def test_nothing_waits_for_the_device_and_nothing_is_spilled():
+def test_no_synchronization_and_no_spills():
     for backend, kernels in SPECIALISATIONS.items():
         result = RESULTS[backend]
         assert result["eager"]["synchronisations"] == 0
@@ -48,7 +48,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_spilled():
         assert all(each["stack"] <= INDUCTORS_STACK for each in result["layer"].get("largest", []))
 
 
-def test_the_optimizers_bytes_and_instructions_are_within_their_budget():
+def test_optimizer_bytes_and_instructions_stay_within_budget():
     optimizer = RESULTS["msamp:O2"]["optimizer"]
     cost = optimizer["of_an_element"]
     assert 0 < cost["read"] + cost["written"] <= OPTIMIZER["bytes"]
@@ -57,7 +57,7 @@ def test_the_optimizers_bytes_and_instructions_are_within_their_budget():
     assert not any(each["stack"] for each in optimizer["kernels"])
 
 
-def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps():
+def test_step_sums_its_lines_and_ratios_follow():
     chip = CHIPS[RECORD["arguments"]["chip"]]
     for result in RESULTS.values():
         optimizer = result["optimizer"]
@@ -71,7 +71,7 @@ def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps()
     assert RECORD["ratios"]["native:dynamic / bf16, tokens a second"] > 1
 
 
-def test_the_optimizer_costs_what_each_parameter_stores():
+def test_optimizer_cost_follows_stored_bytes():
     """At O2, embedding, norms and a high-precision head keep FP32: 28 bytes an element instead of 11. The O2 kernel
     takes the longer of its memory time and its instruction time."""
     chip = CHIPS[RECORD["arguments"]["chip"]]
@@ -101,7 +101,7 @@ def test_a_spec_has_fields_of_the_recipe():
     assert specs.level_of("te:delayed+msamp:O3") == "O3" and specs.level_of("native:dynamic") is None
 
 
-def test_a_kernel_takes_what_takes_longest():
+def test_kernel_time_is_its_slowest_resource():
     chip = CHIPS["H200"]
     memory = roofline.of_kernel(1e9, NOTHING, chip)
     assert memory == pytest.approx(1e9 / (roofline.OF_A_COPY * chip.copy))
@@ -121,7 +121,7 @@ def operations(text: str) -> list[Operation]:
     return found
 
 
-def test_of_a_loop_with_a_masked_way_the_wide_one_counts():
+def test_loop_counts_wide_path_not_masked_path():
     """Give one loop two paths: four elements by one load, or four masked loads."""
     masked = ["LDG.E.U8 R2"] * 4 + ["FADD R2"]
     wide = ["LDG.E R2", "FADD R2", "FMUL R2"]
@@ -131,7 +131,7 @@ def test_of_a_loop_with_a_masked_way_the_wide_one_counts():
     assert fast_path(Code(32, 0, 0, 128, operations("LDG.E R2\nEXIT"))) == []
 
 
-def test_predicted_stands_beside_measured():
+def test_table_pairs_predicted_and_measured():
     predicted = {
         "results": [{"backend": name, "tokens_per_second": rate} for name, rate in (("bf16", 100), ("torchao", 120))]
     }

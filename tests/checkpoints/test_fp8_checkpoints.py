@@ -60,7 +60,7 @@ def test_fp8_linear_becomes_plain_and_trains(block):
     assert losses[2] < losses[0] and len(fp8_backends.audit(quantized).products) == 14
 
 
-def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
+def test_plain_weights_take_model_dtype_or_argument():
     for given, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         quantized = with_fp8_linear(llama())
         for parameter in (quantized.model.embed_tokens.weight, *quantized.model.norm.parameters()):
@@ -131,7 +131,7 @@ def test_adapters_train_over_bit_identical_codes(sizes):
     assert (logits_of(model.merge_and_unload()) - plain).abs().max() < 1e-4
 
 
-def test_products_of_codes_are_those_of_their_values():
+def test_products_of_codes_match_products_of_values():
     """Compare with FP64 over reference codes: equal up to FP32 sums, and one bf16 rounding for bf16 products."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -155,7 +155,7 @@ def test_products_of_codes_are_those_of_their_values():
 
 
 @pytest.mark.slow
-def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
+def test_compressed_tensors_codes_stay(tmp_path):
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
     model = with_lora(load(tmp_path, None))
     losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
@@ -167,7 +167,7 @@ def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
         assert same_bits(codes, tensors[f"{own}.weight"]) and torch.equal(scales, tensors[f"{own}.weight_scale"])
 
 
-def test_other_layers_with_codes_are_refused_with_a_way_out():
+def test_unsupported_code_layers_are_refused_with_fix():
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     quantized = with_fp8_linear(llama())
@@ -210,7 +210,7 @@ def loads_codes(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
-def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes, loads_codes, tmp_path):
+def test_gpu_loads_identical_codes_and_values(spec, sizes, loads_codes, tmp_path):
     hidden, inner = sizes
     result = fp8_backends.checkpoints.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
     model, report = type(llama()).from_pretrained(tmp_path, output_loading_info=True)
@@ -257,7 +257,7 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
 
 
-def test_layers_decompressed_by_compressed_tensors_are_not_made_plain(tmp_path):
+def test_layers_decompressed_by_compressed_tensors_stay(tmp_path):
     """The first forward of such a model turns codes into frozen weights and wraps every module."""
     fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
     model = load(tmp_path, None)

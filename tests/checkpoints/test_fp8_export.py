@@ -73,7 +73,7 @@ def multiplied(monkeypatch):
         ("native:rowwise", "compressed-tensors", "channel"),
     ],
 )
-def test_the_file_has_the_codes_of_the_products(spec, format, grid, multiplied, tmp_path):
+def test_export_writes_codes_of_products(spec, format, grid, multiplied, tmp_path):
     model = trained(spec)
     used = multiplied(model)
     result = fp8_backends.checkpoints.export(model, tmp_path, format)
@@ -87,7 +87,7 @@ def test_the_file_has_the_codes_of_the_products(spec, format, grid, multiplied, 
 
 
 @pytest.mark.parametrize("format", BOTH)
-def test_stock_transformers_computes_with_the_written_values(format, tmp_path):
+def test_stock_transformers_computes_with_exported_values(format, tmp_path):
     model = trained("native:blockwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fp8_backends.checkpoints.export(model, tmp_path, format)
@@ -110,7 +110,7 @@ def test_stock_transformers_computes_with_the_written_values(format, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", BOTH)
 @pytest.mark.parametrize("spec", ["native:blockwise", "msamp:O3"])
-def test_a_loaded_checkpoint_trains_on_and_is_exported_again_to_the_bit(spec, format, tmp_path):
+def test_loaded_checkpoint_trains_and_reexports_bitwise(spec, format, tmp_path):
     model = trained(spec)
     fp8_backends.checkpoints.export(model, tmp_path / "first", format)
     again = load(tmp_path / "first", format)
@@ -125,7 +125,7 @@ def test_a_loaded_checkpoint_trains_on_and_is_exported_again_to_the_bit(spec, fo
     assert went_on[2] < went_on[0]
 
 
-def test_a_block_with_a_largest_code_of_224_is_exported_again_with_the_same_values(tmp_path):
+def test_block_with_largest_code_224_reexports_same_values(tmp_path):
     """Loaded, its largest value is 448 of half the scale: the next export has codes twice as large."""
     model = llama()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_a_block_with_a_largest_code_of_224_is_exported_again_with_the_same_valu
         ("msamp:O3", "compressed-tensors", set(LAYERS), set()),
     ],
 )
-def test_sizes_other_than_multiples_of_128(spec, format, exact, rounded, tmp_path):
+def test_sizes_not_divisible_by_128_export(spec, format, exact, rounded, tmp_path):
     """Weights without an exact form in a format are rounded, or stay unchanged."""
     model = trained(spec, hidden=192, inner=320)
     result = fp8_backends.checkpoints.export(model, tmp_path, format)
@@ -164,7 +164,7 @@ def test_sizes_other_than_multiples_of_128(spec, format, exact, rounded, tmp_pat
         assert torch.equal(written[f"{name}.weight"], model.state_dict()[f"{name}.weight"])
 
 
-def test_unequal_scales_are_not_cut_into_other_blocks(tmp_path):
+def test_unequal_scales_are_not_split_into_other_blocks(tmp_path):
     """transformers without a GPU would cut 192 rows into two blocks of 96."""
     model = llama(hidden=192, inner=384)
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_unequal_scales_are_not_cut_into_other_blocks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ao", "native:mxfp8", "native:rowwise"])
-def test_other_codes_are_rounded_from_the_weights_and_said_to_be(spec, tmp_path, capsys):
+def test_codes_of_other_rules_are_recast_with_notice(spec, tmp_path, capsys):
     model = trained(spec)
     result = fp8_backends.checkpoints.export(model, tmp_path)
     assert len(result.rounded) == 14 and not result.exact
@@ -206,7 +206,7 @@ def test_excluded_layers_stay_unchanged_and_large_files_are_split(tmp_path):
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_weight_tied_to_an_embedding_stays_unchanged(tmp_path):
+def test_weight_tied_to_embedding_stays_unchanged(tmp_path):
     model = llama()
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["*"]))
     result = fp8_backends.checkpoints.export(model, tmp_path)
@@ -214,7 +214,7 @@ def test_a_weight_tied_to_an_embedding_stays_unchanged(tmp_path):
     assert torch.equal(load(tmp_path).lm_head.weight, model.lm_head.weight)
 
 
-def test_a_name_at_the_end_of_others_is_told_apart():
+def test_suffix_names_are_distinguished():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     config = exporting.FORMATS["finegrained_fp8"].config("block", ["proj", "head"], ["layers.0.up_proj"])
@@ -223,7 +223,7 @@ def test_a_name_at_the_end_of_others_is_told_apart():
     assert should_convert_module("layers.0.up_proj", left)
 
 
-def test_experts_stay_as_they_are_and_load(tmp_path):
+def test_experts_stay_unchanged_and_load(tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
     result = fp8_backends.checkpoints.export(model, tmp_path)
@@ -261,7 +261,7 @@ def test_unsupported_models_are_refused_with_a_fix(tmp_path):
     assert "can hold no weight of this model in FP8" in refused(odd)
 
 
-def test_adapters_are_merged_before(tmp_path):
+def test_adapters_must_be_merged_first(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
@@ -271,7 +271,7 @@ def test_adapters_are_merged_before(tmp_path):
             fp8_backends.checkpoints.export(each, tmp_path)
 
 
-def test_frozen_fp8_weights_are_written_as_they_lie(tmp_path):
+def test_frozen_fp8_weights_are_written_unchanged(tmp_path):
     model = llama().requires_grad_(False)
     recipe = fp8_backends.NativeRecipeKwargs(fp8_params=True)
     fp8_backends.prepare(model, None, recipe)

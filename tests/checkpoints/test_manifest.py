@@ -72,7 +72,7 @@ def test_foreign_weights_preferred_by_accelerate_are_refused(tmp_path):
     assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
 
 
-def test_a_manifest_is_only_needed_if_promised(tmp_path):
+def test_manifest_is_required_only_if_promised(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint-3", sealed=False)
     (folder / "fp8_backend.json").write_text('{"format": 2, "models": {}}')
     assert manifest.condition(folder).word == "no manifest"
@@ -84,7 +84,7 @@ def test_a_manifest_is_only_needed_if_promised(tmp_path):
     assert manifest.condition(folder).word == "no manifest"
 
 
-def test_the_newest_whole_checkpoint_is_found_and_skipped_ones_are_named(tmp_path, caplog):
+def test_newest_whole_checkpoint_is_found_and_skips_are_reported(tmp_path, caplog):
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "nothing") is None
     for step in (2, 9, 10):
         checkpoint(tmp_path / f"checkpoint-{step}", step)
@@ -99,7 +99,7 @@ def test_the_newest_whole_checkpoint_is_found_and_skipped_ones_are_named(tmp_pat
     assert "model.safetensors" in caplog.text
 
 
-def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
+def test_unnumbered_names_sort_by_save_time(tmp_path):
     checkpoint(tmp_path / "zebra")
     checkpoint(tmp_path / "best")
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "best")
@@ -121,7 +121,7 @@ def rewritten(folder: Path, **changed) -> None:
         (["checkpoint_9", "checkpoint_10"], "checkpoint_10"),
     ],
 )
-def test_a_clock_set_back_does_not_bring_the_older_checkpoint_back(names, newest, tmp_path):
+def test_clock_set_back_keeps_checkpoint_order(names, newest, tmp_path):
     for name, step, year in zip(names, (900, 1000), (2027, 2025), strict=True):
         rewritten(checkpoint(tmp_path / name), step=step, time=f"{year}-01-01T00:00:00+00:00")
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / newest)
@@ -136,7 +136,7 @@ def test_numbers_of_saves_come_before_steps(tmp_path):
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
 
 
-def test_without_a_whole_checkpoint_a_run_starts_over_unless_one_is_damaged(tmp_path):
+def test_run_starts_over_unless_a_checkpoint_is_damaged(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", sealed=False)
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) is None
     (checkpoint(tmp_path / "checkpoint-0") / "model.safetensors").unlink()
@@ -144,7 +144,7 @@ def test_without_a_whole_checkpoint_a_run_starts_over_unless_one_is_damaged(tmp_
         fp8_backends.checkpoints.newest_checkpoint(tmp_path)
 
 
-def test_checkpoints_without_a_manifest_are_taken_if_none_has_one(tmp_path, capsys):
+def test_checkpoints_without_manifest_count_if_none_has_one(tmp_path, capsys):
     for step in (1, 2):
         (checkpoint(tmp_path / f"checkpoint_{step}", sealed=False) / "fp8_backend.json").unlink()
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
@@ -165,7 +165,7 @@ def test_checkpoints_without_a_manifest_are_taken_if_none_has_one(tmp_path, caps
         ("backend", ["native"]),
     ],
 )
-def test_a_manifest_of_another_form_is_damaged(key, value, tmp_path):
+def test_malformed_manifest_is_damaged(key, value, tmp_path):
     """A correct checksum proves integrity, not authorship."""
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     rewritten(folder, **{key: value})
@@ -173,7 +173,7 @@ def test_a_manifest_of_another_form_is_damaged(key, value, tmp_path):
     assert (found.word, found.manifest) == ("damaged", None) and "does not hold what a manifest" in found.detail
 
 
-def test_a_pipe_as_a_manifest_is_damaged(tmp_path):
+def test_pipe_as_manifest_is_damaged(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     (folder / manifest.NAME).unlink()
     os.mkfifo(folder / manifest.NAME)

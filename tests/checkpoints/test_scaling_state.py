@@ -46,7 +46,7 @@ def saved_run(backend: str) -> tuple:
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "native:window", "msamp:O2", "native:delayed+msamp:O4"])
-def test_state_dicts_resume_a_run_to_the_bit(backend):
+def test_state_dicts_resume_run_bitwise(backend):
     weights, states, unbroken = saved_run(backend)
     assert list(weights) == list(mlp().state_dict())
     model, optimizer = new_run(backend, seed=5)
@@ -56,7 +56,7 @@ def test_state_dicts_resume_a_run_to_the_bit(backend):
     torch.optim.AdamW(mlp().parameters()).load_state_dict(states)
 
 
-def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
+def test_state_dict_without_scaling_states_warns_about_fresh_scales(caplog):
     """Saved by stock PyTorch, or converted by `torch.distributed.checkpoint`."""
     weights, states, unbroken = saved_run("native:delayed")
     model, optimizer = new_run("native:delayed")
@@ -91,7 +91,7 @@ def test_state_dicts_loaded_before_prepare_are_noticed(backend, warns, caplog):
     assert (train(model, optimizer, range(4, 8)) != unbroken) is warns
 
 
-def test_layers_of_another_model_are_named():
+def test_foreign_layers_are_named():
     _, states, _ = saved_run("native:delayed")
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -105,7 +105,7 @@ def test_layers_of_another_model_are_named():
         optimizer.load_state_dict(states)
 
 
-def test_a_model_with_compiled_parts_takes_the_states_of_a_plain_one():
+def test_partly_compiled_model_loads_states_of_eager_model():
     _, states, _ = saved_run("native:delayed")
     model, optimizer = new_run("native:delayed")
     model[0] = torch.compile(model[0], backend="eager")
@@ -116,7 +116,7 @@ def test_a_model_with_compiled_parts_takes_the_states_of_a_plain_one():
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao"])
-def test_rules_without_state_leave_the_state_dict_as_it_is(backend):
+def test_stateless_rules_leave_state_dict_unchanged(backend):
     model, optimizer = new_run(backend)
     train(model, optimizer, range(1))
     assert optimizer.state_dict().keys() == {"state", "param_groups"}

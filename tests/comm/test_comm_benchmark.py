@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "comm.py"
 
 
 @pytest.mark.nightly
-def test_bytes_and_a_trace_of_two_ranks(tmp_path):
+def test_benchmark_reports_bytes_and_overlap_of_two_ranks(tmp_path):
     trace = [("layers", 3), ("width", 128), ("rows", 32)]
     options = [text for name, value in trace for text in (f"--trace-{name}", str(value))]
     kept = [f"--{name}={tmp_path / name}.json" for name in ("trace", "json")]
@@ -34,7 +34,7 @@ def test_bytes_and_a_trace_of_two_ranks(tmp_path):
     assert 0 <= record["overlap"]["share"] < 1 and "of the time in which gradients travel" in done.stdout
 
 
-def test_what_the_trace_s_share_means():
+def test_overlap_share_of_a_known_trace():
     """Use collectives from 0 to 4 and 3 to 6, backward from 2 to 5 and 5 to 5.5: they overlap from 2 to 5.5."""
     import importlib.util
     import sys

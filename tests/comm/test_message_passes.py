@@ -19,7 +19,7 @@ def chunks(request, monkeypatch):
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("rows, rank", [(1, 0), (2, 1), (3, 0), (8, 5)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_gradients_are_packed_where_they_lie(chunks, dtype, rows, rank, rounded):
+def test_gradients_are_packed_in_place(chunks, dtype, rows, rank, rounded):
     cases.check_pack(chunks, dtype, rows, rank, rounded)
 
 
@@ -33,22 +33,22 @@ def test_rows_of_any_length_are_encoded(chunks, dtype, rows, kept, columns):
 @pytest.mark.parametrize("columns", [BLOCK, 5001])
 @pytest.mark.parametrize("ranks, rank, divisor", [(1, 0, 1), (2, 1, 2), (3, 0, 3), (40, 17, 40)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_contributions_are_added_in_one_pass(chunks, dtype, ranks, rank, divisor, columns):
+def test_contributions_are_summed_in_one_pass(chunks, dtype, ranks, rank, divisor, columns):
     cases.check_reduce(chunks, ranks, columns, rank, dtype, divisor, factor=0.3)
 
 
-def test_zeros_behind_the_values_are_not_read(chunks):
+def test_padding_is_not_read(chunks):
     cases.check_reduce_of_longer_messages(chunks)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_averages_are_written_where_they_are_wanted(chunks, dtype, rows):
+def test_averages_are_written_to_gradients(chunks, dtype, rows):
     cases.check_unpack(chunks, dtype, rows)
 
 
 @pytest.mark.parametrize("columns", [1, 127, 128, 1000])
-def test_codes_and_scales_come_out_again(chunks, columns):
+def test_codes_and_scales_round_trip(chunks, columns):
     cases.check_decode(messages, 3, columns)
 
 

@@ -28,7 +28,7 @@ def decoded(rows: torch.Tensor) -> torch.Tensor:
     magnitude=st.floats(-30, 30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_a_message_holds_every_value_within_half_a_step(rows, columns, seed, magnitude, dtype):
+def test_message_rounds_by_half_a_step_at_most(rows, columns, seed, magnitude, dtype):
     generator = torch.Generator().manual_seed(seed)
     values = (torch.randn(rows, columns, generator=generator) * 2.0 ** min(magnitude, 10)).to(dtype)
     message = encode(values)
@@ -44,7 +44,7 @@ def test_a_message_holds_every_value_within_half_a_step(rows, columns, seed, mag
 
 @settings(max_examples=30)
 @given(blocks=st.integers(1, 5), seed=st.integers(0, 2**31))
-def test_a_message_equals_the_reference_cast_in_blocks(blocks, seed):
+def test_message_matches_reference_block_cast(blocks, seed):
     values = torch.randn(blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
     codes, scale_inv = decode(encode(values.unsqueeze(0)))
     reference = quantize(values, torch.float8_e4m3fn, block_size=BLOCK)
@@ -53,7 +53,7 @@ def test_a_message_equals_the_reference_cast_in_blocks(blocks, seed):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_block_with_a_non_finite_value_is_nan_and_the_others_are_as_they_were(value):
+def test_non_finite_value_turns_only_its_block_into_nan(value):
     values = torch.ones(2, 3 * BLOCK)
     values[1, BLOCK + 5] = value
     result = decoded(values)
@@ -63,28 +63,28 @@ def test_a_block_with_a_non_finite_value_is_nan_and_the_others_are_as_they_were(
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0**-126, 2.0**-133, 3.0e38, -1.5])
-def test_the_ends_of_fp32_travel(value):
+def test_fp32_extremes_are_transmitted(value):
     result = decoded(torch.full((1, BLOCK), value))
     assert torch.isfinite(result).all()
     # 2**-126 is the smallest scale_inv, times E4M3's smallest number 2**-9: smaller values become zero
     assert torch.allclose(result, torch.full_like(result, value), rtol=E4M3_STEP, atol=2.0**-136)
 
 
-def test_a_power_of_two_travels_exactly():
+def test_powers_of_two_are_transmitted_exactly():
     values = 2.0 ** torch.arange(-8, 9).float().unsqueeze(0)
     assert torch.equal(decoded(values), values)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_what_is_rounded_already_travels_exactly(seed, dtype):
+def test_rounded_values_are_transmitted_exactly(seed, dtype):
     """Justify one pass for contributions to be rounded: rounding again on the way changes nothing."""
     once = decoded(message_cases.values(20 * BLOCK, dtype, seed).unsqueeze(0))
     finite = torch.where(once.isfinite(), once, torch.zeros_like(once))
     assert torch.equal(decoded(finite).view(torch.int32), finite.view(torch.int32))
 
 
-def test_a_rowwise_gradient_keeps_its_small_rows():
+def test_blocks_keep_small_rows():
     """Justify blocks as unit: one scale for the tensor turns rows below 2**-18 of the largest into zeros."""
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(64).float()[:, None]
     by_block, by_tensor = decoded(rows.reshape(1, -1)).view_as(rows), quantize(rows, torch.float8_e4m3fn).dequantize()
@@ -93,14 +93,14 @@ def test_a_rowwise_gradient_keeps_its_small_rows():
     assert (errors[1] == 1).sum() > 30
 
 
-def test_bytes_of_a_message_stay_below_the_shares_of_fp32_and_bf16():
+def test_message_bytes_stay_below_bounds():
     message = encode(torch.zeros(1, 2**20))
     assert message.numel() / 2**20 <= 0.26 * 4
     assert message.numel() / 2**20 <= 0.51 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_value_is_read_on_the_host(dtype):
+def test_messages_need_no_host_reads(dtype):
     """Fake tensors raise at every read of a value, so these operations never wait for a GPU."""
     with FakeTensorMode():
         message = encode(torch.empty(4, 1000, dtype=dtype))

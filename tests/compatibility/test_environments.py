@@ -20,11 +20,11 @@ def setup_cfg() -> configparser.ConfigParser:
     return parser
 
 
-def test_doctor_names_the_requirement_of_the_extra_te_and_no_package_that_an_index_lacks():
+def test_doctor_names_te_requirement_and_only_published_packages():
     assert shlex.split(INSTALL_TE)[-1] == setup_cfg()["options.extras_require"]["te"].strip()
 
 
-def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():
+def test_oldest_environment_pins_every_lower_bound():
     options = setup_cfg()["options"]
     bounds = dict(line.split(">=") for line in options["install_requires"].split())
     oldest = dict(package.split("==") for package in MATRIX["oldest"]["packages"])
@@ -33,7 +33,7 @@ def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():
     )
 
 
-def test_the_oldest_python_runs_the_tests_that_need_only_what_it_has():
+def test_oldest_python_runs_tests_with_available_packages():
     """Some packages of the extra `test` have no version for the oldest Python."""
     entry = MATRIX["python 3.10"]
     assert setup_cfg()["options"]["python_requires"] == f">={entry['python']}"
@@ -48,7 +48,7 @@ def test_the_oldest_python_runs_the_tests_that_need_only_what_it_has():
     assert {str(file): found for file in files if (found := imports.findall(file.read_text(encoding="utf-8")))} == {}
 
 
-def test_the_pinned_environment_is_that_of_the_constraints_and_the_newest_names_no_version():
+def test_pinned_environment_follows_constraints_and_newest_is_unpinned():
     constraints = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
     assert set(MATRIX["pinned"]["packages"]) <= set(constraints)
     newest = set(MATRIX["newest"]["packages"])
@@ -56,14 +56,14 @@ def test_the_pinned_environment_is_that_of_the_constraints_and_the_newest_names_
     assert newest >= {line.split(">=")[0] for line in setup_cfg()["options"]["install_requires"].split()}
 
 
-def test_an_entry_replaces_its_own_packages_in_the_constraints_alone():
+def test_entry_replaces_only_its_packages_in_constraints():
     constraints_of = runpy.run_path(str(HERE / "run.py"))["constraints_of"]
     all_lines = constraints_of([]).splitlines()
     kept = constraints_of(["torch==2.11.0", "rich"]).splitlines()
     assert {line.split("==")[0] for line in all_lines if line not in kept} == {"torch", "rich"}
 
 
-def test_the_workflow_runs_every_entry_by_the_one_command():
+def test_workflow_runs_every_entry_with_one_command():
     workflow = (ROOT / ".github" / "workflows" / "compatibility.yml").read_text()
     assert "tests/compatibility/matrix.json" in workflow
     assert 'python tests/compatibility/run.py "${{ matrix.name }}"' in workflow

@@ -51,7 +51,7 @@ def part_after_part(a, a_blocks, b, b_blocks):
 
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
 @pytest.mark.parametrize("blocks", PAIRS.values(), ids=PAIRS)
-def test_every_engine_equals_the_sum_over_parts(blocks, formats, monkeypatch):
+def test_every_engine_matches_sum_over_parts(blocks, formats, monkeypatch):
     for sizes in SIZES:
         a, b = operands(sizes, blocks, formats)
         expected = part_after_part(a, blocks[0], b, blocks[1]).double()
@@ -91,7 +91,7 @@ def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
             assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
 
 
-def test_scales_of_mx_lie_as_cublas_reads_them():
+def test_mx_scales_have_cublas_layout():
     """cuBLAS: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
     scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)
     flat = swizzled(scales).view(torch.uint8)
@@ -105,7 +105,7 @@ def test_scales_of_mx_lie_as_cublas_reads_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:mxfp8"])
-def test_compiled_code_hands_operands_over_as_a_gpu_takes_them(spec, monkeypatch):
+def test_compiled_code_passes_operands_in_gpu_layout(spec, monkeypatch):
     torch._dynamo.reset()
     rules = GPURules(monkeypatch)
 
@@ -125,14 +125,14 @@ def test_compiled_code_hands_operands_over_as_a_gpu_takes_them(spec, monkeypatch
     assert len(rules.products) == 6 and rules.products[:3] == rules.products[3:]
 
 
-def test_e5m2_by_e5m2_is_refused_on_every_device():
+def test_e5m2_times_e5m2_is_refused_on_every_device():
     a, b = operands((16, 16, 32), (MX, MX), (E5M2, E5M2))
     with pytest.raises(AssertionError, match="E5M2"):
         block_scaled_product(a, MX, b, MX, torch.bfloat16)
 
 
 @pytest.mark.parametrize("blocks", [SQUARES, MX])
-def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(blocks):
+def test_e4m3_weight_keeps_codes_and_repeats_its_scale(blocks):
     weight = quantize(torch.randn(200, 150, generator=torch.Generator().manual_seed(0)), torch.float8_e4m3fn)
     q = Stored(weight.codes, weight.scale_inv).in_blocks(blocks, E4M3)
     assert q.codes is weight.codes
@@ -141,7 +141,7 @@ def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(block
     assert torch.equal(values, weight.dequantize(torch.float32))
 
 
-def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
+def test_notice_names_emulated_rule(monkeypatch, caplog):
     def engine_for(device, out_dtype, scaling="dynamic", has_e5m2=False):
         return EMULATED if scaling == "mxfp8" else products.engine_for(device, out_dtype)
 

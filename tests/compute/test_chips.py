@@ -9,7 +9,7 @@ from fp8_backends.compute import chips, registry
 from fp8_backends.compute.chips import CHIPS, EMULATED, FP8, REFUSED, TABLE, advice_for, cell_of, chip_of
 
 
-def test_the_table_has_every_backend_once_and_a_cell_for_every_chip():
+def test_table_has_one_row_per_backend_and_one_cell_per_chip():
     backends = [backend for row in TABLE for backend in row]
     strings = [f"{name}:{scaling}" for name in registry.BUILT_IN for scaling in registry.get_compute(name).scalings]
     assert sorted(backends) == sorted([*strings, "msamp"])
@@ -28,16 +28,16 @@ def test_the_table_has_every_backend_once_and_a_cell_for_every_chip():
         *[("gfx942:sramecc+", "mi300"), ("gfx950", "mi350"), ("gfx90a", "before-fp8"), ("gfx1100", "before-fp8")],
     ],
 )
-def test_gpus_belong_to_chips(gpu, key):
+def test_gpu_names_map_to_chips(gpu, key):
     assert chip_of(gpu).key == key
 
 
-def test_these_chips_have_fp8_matrix_units():
+def test_chips_with_fp8_matrix_units():
     without = [chip.key for chip in CHIPS if not chip.fp8]
     assert without == ["cpu", "before-fp8"]
 
 
-def test_a_pytorch_for_an_older_cuda_is_taken_into_account():
+def test_older_cuda_build_limits_chip():
     blocks, te_blocks = (cell_of(f"{name}:blockwise", chips.HOPPER) for name in ("native", "te"))
     assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [EMULATED, FP8, FP8, FP8]
     assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, FP8]
@@ -66,19 +66,19 @@ def test_a_pytorch_for_an_older_cuda_is_taken_into_account():
         ("gfx906", False, "fp32", "", "no bf16"),
     ],
 )
-def test_the_precision_for_each_gpu(gpu, te, precision, backend, reason):
+def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason):
     advice = advice_for(gpu, te)
     assert (advice.precision, advice.backend) == (precision, backend) and reason in advice.reason
     assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
 
 
-def test_advice_is_native_where_a_training_by_native_is_on_record(monkeypatch):
+def test_advice_is_native_for_chips_with_recorded_training(monkeypatch):
     assert set(chips.NATIVE_RECORDS) <= {chip.key for chip in CHIPS}
     monkeypatch.setattr(chips, "NATIVE_RECORDS", (chips.HOPPER.key,))
     assert advice_for((9, 0)).backend == "native:dynamic" and advice_for((10, 0)).backend == "ao:tensorwise"
 
 
-def test_a_chip_by_any_of_its_names():
+def test_chip_is_found_by_any_alias():
     assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
     assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
     assert chips.product_named("RTX 4090").chip is chips.ADA and chips.product_named("mi300x").chip is chips.MI300
@@ -87,6 +87,6 @@ def test_a_chip_by_any_of_its_names():
         chips.product_named("h10")
 
 
-def test_the_precision_for_a_cpu():
+def test_recommended_precision_for_cpu():
     assert advice_for(None, cpu_bf16=True).precision == "bf16" and "debugging" in advice_for(None, cpu_bf16=True).reason
     assert advice_for(None).precision == "fp32" and "without bf16" in advice_for(None).reason

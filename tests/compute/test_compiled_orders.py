@@ -91,7 +91,7 @@ def assert_alike(compiled, eager, recomputed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
-def test_compiled_layers_keep_count_in_every_order(spec):
+def test_compiled_layers_track_state_in_every_order(spec):
     orders = ("seq", "fifo", "lifo")
     assert_alike(run(spec, orders, "aot_eager"), run(spec, orders, None))
 
@@ -106,14 +106,14 @@ def test_compiled_layers_keep_count_in_every_order(spec):
         ("native:delayed", "seq", True, False),
     ],
 )
-def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, checkpointed, whole):
+def test_checkpointed_and_individually_compiled_layers_track_state(spec, order, checkpointed, whole):
     eager = run(spec, [order], None, checkpointed)
     assert_alike(run(spec, [order], "aot_eager", checkpointed, whole), eager, 12 * checkpointed)
 
 
 @pytest.mark.nightly  # `test_scaled_weights.py` trains by Inductor in the default run
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
-def test_so_does_inductor(spec):
+def test_inductor_tracks_state(spec):
     """Sums differ in the last bits: losses, scales and histories agree to 1 %."""
     (eager,), (compiled,) = (run(spec, ["lifo"], compiler) for compiler in (None, "inductor"))
     assert compiled[0] == pytest.approx(eager[0], rel=1e-2) and compiled[1] == eager[1]
@@ -124,7 +124,7 @@ def test_so_does_inductor(spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_count_for_themselves(copied):
+def test_copies_track_their_own_state(copied):
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
     forward = torch.compile(model, backend="aot_eager")
     for run_forward in (model, forward):
@@ -138,7 +138,7 @@ def test_copies_count_for_themselves(copied):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [nightly("native:dynamic"), nightly("native:delayed"), "native:window"])
-def test_notes_of_compiled_code_lie_at_fixed_addresses(backend):
+def test_compiled_records_keep_fixed_addresses(backend):
     """CUDA graphs (`mode="reduce-overhead"`) copy all other inputs, and refuse inputs changed openly: an operator's
     changes would stay in the copy."""
     changed = []

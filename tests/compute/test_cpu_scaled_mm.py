@@ -41,7 +41,7 @@ def own_kernel(*args, **kwargs):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("a_format", [E4M3, E5M2])
-def test_products_are_pytorchs_on_other_cpus(a_format, out_dtype, bias, calls):
+def test_products_match_pytorch_on_other_cpus(a_format, out_dtype, bias, calls):
     """Power-of-two scales are exact: products differ by the order of sums and one rounding."""
     a, b, *scales = operands(False, a_format)
     options = {"bias": torch.randn(48) if bias else None, "out_dtype": out_dtype}
@@ -53,7 +53,7 @@ def test_products_are_pytorchs_on_other_cpus(a_format, out_dtype, bias, calls):
     assert torch.allclose(ours.float(), expected, rtol=step, atol=1e-6)
 
 
-def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
+def test_rowwise_scales_apply_and_autocast_rounds_nothing(calls):
     a, b, scale_a, scale_b = operands(True)
     mend_cpu_product()
     exact = (a.double() * scale_a) @ (b.double() * scale_b)
@@ -67,7 +67,7 @@ def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, "aot_eager", nightly("inductor")])
-def test_ao_trains_by_it_and_its_products_are_proven(calls, compiler):
+def test_ao_trains_with_proven_products(calls, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "ao:tensorwise")
@@ -80,7 +80,7 @@ def test_ao_trains_by_it_and_its_products_are_proven(calls, compiler):
     assert set(audit(model).engine.values()) == {"ao"}
 
 
-def test_other_cpus_and_other_backends_keep_pytorchs_kernel(calls, monkeypatch):
+def test_other_cpus_and_backends_keep_pytorchs_kernel(calls, monkeypatch):
     a, b, *scales = operands(False)
     for useful, spec in ((True, "ao:tensorwise"), (False, "native:dynamic")):
         monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda useful=useful: useful)

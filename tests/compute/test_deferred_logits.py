@@ -67,7 +67,7 @@ FUSED = [of_transformers, of_a_loop, of_gemma, of_granite]
 
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("use", FUSED)
-def test_a_cross_entropy_does_without_logits(use, autocast):
+def test_cross_entropy_needs_no_logits(use, autocast):
     run = Run(True, autocast)
     found, expected = run.results(use), Run(False, autocast).results(use)
     assert isinstance(run.logits, DeferredLogits) and not read(run.logits)
@@ -143,7 +143,7 @@ ORDINARY = {
 
 
 @pytest.mark.parametrize("use", ORDINARY.values(), ids=ORDINARY)
-def test_whatever_else_reads_logits_finds_them_to_the_bit(use):
+def test_other_readers_get_exact_logits(use):
     run = Run(True)
     found, expected = run.results(use), Run(False).results(use)
     assert read(run.logits)
@@ -163,7 +163,7 @@ def compiled(use):
     "use,reference",
     [(penalty_last, penalty_last), *map(compiled, (of_transformers, after_a_penalty, with_class_weights))],
 )
-def test_a_penalty_after_the_loss_and_compiled_losses_have_the_same_gradients(use, reference):
+def test_penalty_and_compiled_losses_have_same_gradients(use, reference):
     for mine, torchs in zip(Run(True).results(use), Run(False).results(reference), strict=True):
         assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
 
@@ -195,14 +195,14 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_logits_are_read_in_every_way(name):
+def test_reads_return_ordinary_logits(name):
     found, expected = Run(True).logits, Run(False).logits
     found, expected = READS[name](found), READS[name](expected)
     assert found.dtype == expected.dtype and torch.equal(found + 0, expected)
     assert str(Run(True).logits.detach()) == str(Run(False).logits.detach())
 
 
-def test_what_a_tensor_tells_of_itself_needs_no_logits():
+def test_metadata_needs_no_logits():
     logits = Run(True).logits
     assert (logits.shape, logits.dtype, logits.device.type) == ((SEQUENCES, LENGTH, VOCABULARY), torch.bfloat16, "cpu")
     assert logits.requires_grad and logits.grad_fn is not None and logits.is_contiguous() and len(logits) == SEQUENCES
@@ -221,7 +221,7 @@ def test_logits_of_other_weights_are_refused():
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_backward_hook_of_the_head_is_called(register):
+def test_backward_hook_of_head_runs(register):
     head, seen = HighPrecisionHead(HIDDEN, VOCABULARY), []
     getattr(head, register)(lambda *gradients: seen.append(gradients[-1][0].shape))
     x = torch.randn(8, HIDDEN, requires_grad=True)
@@ -230,7 +230,7 @@ def test_a_backward_hook_of_the_head_is_called(register):
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "no gradients", "frozen"])
-def test_where_no_loss_can_follow_the_head_is_ordinary(mode):
+def test_head_is_ordinary_outside_training(mode):
     head, x = HighPrecisionHead(HIDDEN, VOCABULARY), torch.randn(4, HIDDEN)
     if mode == "evaluation":
         head.eval()
@@ -240,7 +240,7 @@ def test_where_no_loss_can_follow_the_head_is_ordinary(mode):
         assert type(head(x)) is torch.Tensor
 
 
-def test_a_hook_of_the_meter_is_called_with_and_without_logits():
+def test_flop_meter_hook_runs_with_and_without_logits():
     for use in (of_transformers, of_log_probabilities):
         run, seen = Run(True), []
         run.logits.when_backward(seen.append)
@@ -261,7 +261,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("use", FUSED)
-def test_no_tensor_has_a_number_for_each_token_and_word(use):
+def test_no_tensor_of_logits_size_is_allocated(use):
     run, largest = Run(True), Largest()
     with largest:
         run.results(use)
@@ -271,7 +271,7 @@ def test_no_tensor_has_a_number_for_each_token_and_word(use):
     assert largest.elements >= (LENGTH - 1) * SEQUENCES * VOCABULARY
 
 
-def test_nothing_outlives_the_output():
+def test_memory_is_freed_with_the_output():
     run = Run(True)
     pending = weakref.ref(run.logits.pending)
     run.results(of_transformers)

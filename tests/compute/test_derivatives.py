@@ -71,7 +71,7 @@ def test_a_second_derivative_through_experts_is_refused():
 
 
 @pytest.mark.parametrize("spec", NATIVE)
-def test_in_evaluation_a_second_derivative_is_that_of_plain_layers(spec):
+def test_second_derivative_in_evaluation_matches_plain_layers(spec):
     model, plain = in_evaluation(spec)
     x = torch.randn(8, 32)
     for each in (model, plain):
@@ -119,7 +119,7 @@ def test_forward_mode_is_refused():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_functional_call_trains_with_the_models_own_parameters(spec):
+def test_functional_call_trains_the_models_parameters(spec):
     model, optimizer = prepared(spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.func.functional_call(model, dict(model.named_parameters()), (torch.randn(8, 32),)).square().mean().backward()
@@ -128,7 +128,7 @@ def test_functional_call_trains_with_the_models_own_parameters(spec):
 
 
 @pytest.mark.parametrize("spec", ("native:dynamic", "msamp:O2"))
-def test_kept_codes_never_come_from_inference_mode(spec):
+def test_inference_mode_keeps_no_codes(spec):
     """Autograd cannot save them for a backward."""
     model, optimizer = prepared(spec)
     fp8_backends.convert.stored_weights.keep_weight_casts(model)

@@ -83,7 +83,7 @@ def run(model, hidden, chosen, weights, dy, autocast=True):
 @pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"])
 @pytest.mark.parametrize("backend", SCALINGS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, backend, dtype):
+def test_experts_match_linear_layers_bitwise(family, backend, dtype):
     root, twin = prepared(family, backend, dtype)
     experts = root.experts
     for step in range(3):
@@ -118,7 +118,7 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
         ("O4", "mxfp8", "gpt_oss"),
     ],
 )
-def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_values(level, scaling, family):
+def test_stored_weights_match_linear_layers(level, scaling, family):
     """FP16 data get a scale for each expert. E4M3 codes have one power-of-two scale; more scales would change no
     bit."""
     root, twin = prepared_at(level, family, scaling)
@@ -144,7 +144,7 @@ def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_val
 
 
 @pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
-def test_the_window_of_each_expert_is_a_linears(rolled):
+def test_window_of_each_expert_matches_linear_layer(rolled):
     """Run before and after the first 16 steps; with an inf, with a NaN, and without tokens in some experts."""
     x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
     x[4, 2], x[7, 3] = float("inf"), float("nan")
@@ -169,7 +169,7 @@ def test_the_window_of_each_expert_is_a_linears(rolled):
 
 
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
-def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
+def test_wgrad_blocks_restart_at_each_group(scaling):
     """Groups of sizes around a block's, and empty ones."""
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
     blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
@@ -185,7 +185,7 @@ def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
         assert torch.equal(ours, fp8_product(rule.along, *operands, torch.float32, by_weight=False))
 
 
-def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
+def test_e5m2_gradients_use_rowwise_e4m3():
     """Let tokens with gradients of 1 and of 2**-20 share an expert: one E4M3 scale zeroes the small ones, rowwise
     scales keep them."""
     hidden, _, weights = routed(32)
@@ -224,7 +224,7 @@ def test_each_product_can_stay_in_high_precision():
 
 
 @pytest.mark.parametrize("backend", SCALINGS)
-def test_nan_and_inf_stay_with_their_experts_and_show(backend):
+def test_non_finite_values_stay_within_their_expert(backend):
     """A NaN stays in its token. An inf has no code: it reaches all tokens of its expert (with rowwise scales only its
     own)."""
     root, twin = prepared("mixtral", backend)
@@ -238,7 +238,7 @@ def test_nan_and_inf_stay_with_their_experts_and_show(backend):
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
+def test_evaluation_and_empty_batch_run_original_module():
     root, plain = prepared("gpt_oss")[0], make_experts("gpt_oss")
     for model, tokens in ((root, 0), (root.eval(), 8)):
         hidden, chosen, weights = routed(tokens)
@@ -253,7 +253,7 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
 @pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
-def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
+def test_rows_for_remote_experts_are_ignored(backend, placed, monkeypatch):
     """Expert parallelism without an exchange gives a rank all tokens, some for remote experts with weight zero. One of
     them is all inf. Results equal a batch without them."""
     for module in (grouped_products, grouped_scaling):
@@ -279,7 +279,7 @@ def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, 
 @pytest.mark.parametrize(
     "autocast,weights", [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)]
 )
-def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
+def test_other_dtypes_match_bf16_products(autocast, weights):
     root, plain = prepared("mixtral", dtype=weights)[0], make_experts("mixtral", weights)
     hidden, chosen, router = routed(40, dtype=weights)
     with torch.autocast("cpu", autocast or torch.float16, enabled=autocast is not None):
@@ -292,7 +292,7 @@ def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
-def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
+def test_weights_are_cast_once_per_step(backend, monkeypatch):
     made = []
     monkeypatch.setattr(experts_module, "quantized_weight", lambda *args: made.append(1) or quantized_weight(*args))
     results = {}
@@ -376,7 +376,7 @@ def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:blockwise"])
-def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
+def test_group_sizes_are_read_once_per_layer(backend, monkeypatch):
     """Reading waits for a GPU."""
     root, _ = prepared("mixtral", backend)
     reads, tolist = [], torch.Tensor.tolist
@@ -385,7 +385,7 @@ def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
     assert len(reads) == 1
 
 
-def test_no_cuda_graph_records_an_operator_that_reads_the_sizes_of_groups():
+def test_cuda_graphs_exclude_operators_reading_group_sizes():
     for name in ("grouped_product", "grouped_wgrad", "quantize_block_columns"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
 
@@ -417,7 +417,7 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
 
 
 @pytest.mark.parametrize("lines", [False, True])
-def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
+def test_cast_operators_return_declared_outputs(lines, monkeypatch):
     """torch's own check of operators: shapes, strides, no shared memory."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: True)
@@ -454,7 +454,7 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
 
 
 @pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
-def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
+def test_grouped_kernel_gets_groups_aligned_to_16(monkeypatch, sizes):
     """For odd sizes, match group-by-group products bitwise and ignore the gaps between groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
     torch.manual_seed(0)
@@ -505,7 +505,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
 @pytest.mark.parametrize(
     "family,backend,on_gpu", [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)]
 )
-def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
+def test_compiled_experts_match_eager_without_graph_break(family, backend, on_gpu, monkeypatch):
     """Include a GPU's padded groups and cast operators."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
@@ -528,7 +528,7 @@ def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on
 
 
 @pytest.mark.slow
-def test_compiled_experts_record_what_eager_ones_do_where_forwards_come_before_backwards():
+def test_compiled_experts_record_same_amaxes_when_forwards_precede_backwards():
     states = []
     for compiles in (False, True):
         torch._dynamo.reset()

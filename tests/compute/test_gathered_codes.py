@@ -71,7 +71,7 @@ def whole_codes(codes: WeightCodes, weight: torch.Tensor, product: str) -> tuple
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "scaled fp16", "with an overflow on one rank"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
 @pytest.mark.parametrize("rule", RULES)
-def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
+def test_shard_codes_match_whole_weight(rule, transposed, stored):
     torch.manual_seed(0)
     weight = torch.randn(ROWS, COLUMNS)
     weight[100:140] *= 1e-3
@@ -93,7 +93,7 @@ def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("rule", RULES)
-def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, transposed):
+def test_gathered_expert_codes_match_local_casts(rule, transposed):
     """Include an overflow in one expert."""
     pytest.importorskip("transformers")
     root = make_experts("gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70)
@@ -120,7 +120,7 @@ def _operand(layer, stored: Stored, product: str) -> Quantized:
     return made.along_columns() if is_fprop else made.along_rows()
 
 
-def test_nothing_else_reads_gathered_codes():
+def test_other_readers_of_gathered_codes_are_refused():
     data = torch.ones(4, 4).to(torch.float8_e4m3fn)
     weight = nn.Parameter(GatheredCodes({"fprop_codes": data, "fprop_scale_inv": torch.ones(())}, torch.float32))
     assert isinstance(weight, GatheredCodes) and torch.equal(weight.read_by("fprop").codes.float(), torch.ones(4, 4))

@@ -45,7 +45,7 @@ def gpus(monkeypatch):
         *[(("gfx942:sramecc+",), True), (("gfx950",), True), (("gfx950", "gfx90a"), False)],
     ],
 )
-def test_fp8_products_need_matrix_units_in_every_visible_gpu(gpus, visible, products):
+def test_fp8_products_require_matrix_units_in_every_visible_gpu(gpus, visible, products):
     """Identify AMD's GPUs by architecture: their capability numbers have another meaning."""
     gpus(*visible)
     assert hardware.fp8_products() is products
@@ -84,7 +84,7 @@ def test_native_uses_the_fp8_products_of_the_gpu(gpu, cuda, gpus):
         *[("gfx90a", REFUSED, EMULATED), ("gfx942", REFUSED, FP8), ("gfx950", REFUSED, FP8)],
     ],
 )
-def test_the_table_agrees_with_the_libraries(gpu, te, ao, gpus, monkeypatch):
+def test_chip_table_agrees_with_libraries(gpu, te, ao, gpus, monkeypatch):
     gpus(gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("fp8_backends.compute.hardware.version", lambda name: "2.20.2")
@@ -93,7 +93,7 @@ def test_the_table_agrees_with_the_libraries(gpu, te, ao, gpus, monkeypatch):
     assert (cell_of("te:delayed", hardware.chip()).state, cell_of("ao:tensorwise", hardware.chip()).state) == (te, ao)
 
 
-def test_advice_is_for_the_least_of_the_gpus_or_for_the_cpu(gpus):
+def test_advice_is_for_weakest_gpu_or_cpu(gpus):
     gpus((9, 0), (7, 0))
     assert hardware.advice().precision == "fp16" and hardware.chip().key == "before-fp8"
     gpus((9, 0), (9, 0))
@@ -118,9 +118,7 @@ CPUS = {
 
 
 @pytest.mark.parametrize(("capabilities", "in_onednn", "bf16", "scaled_mm"), CPUS.values(), ids=CPUS)
-def test_a_cpu_multiplies_bf16_where_it_has_instructions_and_pytorch_uses_them(
-    capabilities, in_onednn, bf16, scaled_mm, monkeypatch
-):
+def test_cpu_bf16_products_need_instructions_and_pytorch_support(capabilities, in_onednn, bf16, scaled_mm, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: in_onednn is not None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_onednn)
@@ -139,12 +137,12 @@ def answers():
         hardware._cpu_has_bf16.cache_clear()
 
 
-def test_a_pytorch_without_onednns_operators_has_no_bf16_products(monkeypatch):
+def test_pytorch_without_onednn_has_no_bf16_products(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     assert not answers()[0]
 
 
-def test_fast_autocast_is_to_bf16_or_none(monkeypatch):
+def test_fast_autocast_dtype_is_bf16_or_none(monkeypatch):
     for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(hardware, "cpu_bf16", lambda answer=has_bf16: answer)
         with hardware.fast_autocast("cpu"):

@@ -82,7 +82,7 @@ PROBLEMS = {
     elementwise=st.sampled_from([None, softcapped]),
     factor=st.sampled_from([1.0, 2.0**16]),
 )
-def test_high_precision_is_within_the_rounding_of_its_products(
+def test_high_precision_loss_is_within_product_rounding(
     seed, tokens, hidden, vocabulary, with_bias, dtype, takes_mean, label_smoothing, elementwise, factor
 ):
     """`factor` stands for a loss scale."""
@@ -127,7 +127,7 @@ def test_high_precision_is_within_the_rounding_of_its_products(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     label_smoothing=st.sampled_from([0.0, 0.1]),
 )
-def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
+def test_fp8_loss_matches_fp8_linear_per_chunk(
     seed, tokens, hidden, vocabulary, with_bias, scaling, fp8_format, high, dtype, label_smoothing
 ):
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
@@ -158,7 +158,7 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
         assert torch.equal(layer.fp8_scaling, ordinary.fp8_scaling)
 
 
-def test_without_a_label_that_counts_the_loss_is_nan_and_gradients_are_zero():
+def test_all_ignored_labels_give_nan_loss_and_zero_gradients():
     head, x, labels = problem(0, 20, 16, 30, torch.float32, True, ignored=2.0)
     loss, _ = head_loss(head, x, labels, HeadProducts(head.weight, head.bias, torch.float32))
     plain = F.cross_entropy(head(x), labels, ignore_index=IGNORED)
@@ -167,7 +167,7 @@ def test_without_a_label_that_counts_the_loss_is_nan_and_gradients_are_zero():
         assert torch.equal(mine, torch.zeros_like(mine)) and torch.equal(mine, torchs)
 
 
-def test_only_gradients_that_are_needed_are_made():
+def test_only_required_gradients_are_computed():
     head, x, labels = problem(0, 20, 16, 30, torch.float32, True)
     head.weight.requires_grad_(False)
     loss, seen = head_loss(head, x, labels, HeadProducts(head.weight, head.bias, torch.float32))
@@ -178,7 +178,7 @@ def test_only_gradients_that_are_needed_are_made():
     assert seen == [(False, False)]
 
 
-def test_a_label_outside_of_the_vocabulary_is_an_error():
+def test_label_outside_vocabulary_is_an_error():
     head, x, labels = problem(0, 20, 16, 30, torch.float32, False)
     labels[3] = 30
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -198,6 +198,6 @@ def test_backward_runs_once_and_has_no_derivative():
 @pytest.mark.parametrize(
     ("tokens", "hidden", "chunks"), [(0, 16, 1), (300, 16, 3), (8191, 4096, 1), (8193, 4096, 2), (32768, 2048, 8)]
 )
-def test_chunks_are_alike_and_grow_with_the_hidden_size(tokens, hidden, chunks):
+def test_chunks_are_equal_and_grow_with_hidden_size(tokens, hidden, chunks):
     sizes = [len(each) for each in torch.empty(tokens).split(tokens_of_chunk(tokens, hidden))]
     assert len(sizes) == chunks and max(sizes) <= max(2 * hidden, 128) and max(sizes) - min(sizes) < 128 * chunks

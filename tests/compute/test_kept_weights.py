@@ -72,7 +72,7 @@ def trained(model, optimizer, steps=3, microbatches=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_the_same_to_the_bit_and_each_step_casts_once(backend, casts):
+def test_kept_codes_change_no_bit_and_cast_once_per_step(backend, casts):
     expected = trained(*made(backend, keep=False))
     assert len(casts) == 2 * 3 * 3
     casts.clear()
@@ -81,7 +81,7 @@ def test_numbers_are_the_same_to_the_bit_and_each_step_casts_once(backend, casts
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
-def test_scales_that_move_and_codes_that_are_stored_are_left_alone(backend, casts):
+def test_delayed_scales_and_stored_codes_are_not_kept(backend, casts):
     """Delayed scales move with every forward; at O3 the weight is its own codes."""
     expected = trained(*made(backend, keep=False))
     count = len(casts)
@@ -141,7 +141,7 @@ def test_a_changed_weight_is_cast_again(change):
     assert torch.equal(microbatch(model)[0], microbatch(plain)[0])
 
 
-def test_another_parameter_at_the_same_address_is_cast_anew(casts):
+def test_new_parameter_at_same_address_is_cast_again(casts):
     """Another weight may reuse address and version of a deleted one."""
     model, _ = made()
     memory = torch.ones(48, 32).numpy()
@@ -180,7 +180,7 @@ def test_evaluation_neither_reads_nor_keeps_codes(casts):
     assert len(casts) == 4 and model[0].fp8_shared.held(model[0]) is None
 
 
-def test_a_forward_without_gradients_serves_those_after_it(casts):
+def test_forward_without_gradients_keeps_codes_for_later_ones(casts):
     """Like the first forward of a checkpoint, it keeps the codes for dgrad as well."""
     model, _ = made()
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_a_forward_without_gradients_serves_those_after_it(casts):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_keep_their_own(copied, casts):
+def test_copies_keep_their_own_codes(copied, casts):
     model, _ = made()
     microbatch(model)
     size = len(pickle.dumps(model))
@@ -207,7 +207,7 @@ def test_copies_keep_their_own(copied, casts):
     assert len(pickle.dumps(model)) == size, "codes are not pickled"
 
 
-def test_a_moved_model_lets_go_of_its_memory():
+def test_moved_model_frees_kept_codes():
     model, _ = made()
     microbatch(model)
     memory = StorageWeakRef(model[0].weight.untyped_storage())
@@ -216,7 +216,7 @@ def test_a_moved_model_lets_go_of_its_memory():
 
 
 @pytest.mark.slow
-def test_compiled_code_makes_codes_in_its_graph(casts):
+def test_compiled_code_casts_inside_its_graph(casts):
     torch._dynamo.reset()
     model, optimizer = made()
     plain, _ = made(keep=False)
@@ -226,7 +226,7 @@ def test_compiled_code_makes_codes_in_its_graph(casts):
         assert model[0].fp8_shared.held(model[0]) is None
 
 
-def test_audit_counts_the_bytes_that_are_kept():
+def test_audit_counts_bytes_of_kept_codes():
     """Keep one code per weight element; tensorwise rules hold it from forward to backward anyway."""
     for backend, before, after in (("native:dynamic", 1, 1), ("native:rowwise", 0, 1), ("native:delayed", 1, 1)):
         model, optimizer = made(backend, keep=False)
@@ -253,7 +253,7 @@ def test_sharded_and_unprepared_models_are_refused():
         keep_weight_casts(model)
 
 
-def test_weights_that_deepspeed_gathers_later_are_not_kept(casts):
+def test_weights_gathered_by_deepspeed_are_not_kept(casts):
     model, _ = made()
     model[0].weight.ds_id = 0
     microbatch(model)
@@ -262,7 +262,7 @@ def test_weights_that_deepspeed_gathers_later_are_not_kept(casts):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_an_accelerator_that_accumulates_keeps_them(steps, casts):
+def test_accumulating_accelerator_keeps_codes(steps, casts):
     from accelerate import Accelerator
 
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def test_accuracy_against_fp32(scaling, dtype):
     "tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (1, 16, 16), nightly(50, 1, 3), (130, 303, 272)]
 )
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
-def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp8_format):
+def test_all_three_products_match_reference(scaling, tokens, n_in, n_out, fp8_format):
     torch.manual_seed(tokens)
     layer = fp8_linear(nn.Linear(n_in, n_out, bias=False), scaling, fp8_format=fp8_format)
     x, dy = torch.randn(tokens, n_in, requires_grad=True), torch.randn(tokens, n_out)
@@ -89,7 +89,7 @@ def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
-def test_what_shares_a_scale_with_larger_values(scaling):
+def test_small_values_underflow_only_within_a_shared_scale(scaling):
     """One scale casts 2**-20 next to 1 to zero. Tokens share a scale only per tensor; rows of a weight per tensor and
     per square; each product has scales along its own contraction."""
     layer = fp8_linear(nn.Linear(256, 2, bias=False), scaling)
@@ -107,7 +107,7 @@ def test_what_shares_a_scale_with_larger_values(scaling):
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 3), (2, 1, 3, 5), (0,), (2, 0)])
-def test_any_leading_dimensions_in_any_dtype(leading, scaling, dtype):
+def test_any_leading_dimensions_and_dtype(leading, scaling, dtype):
     torch.manual_seed(0)
     linear = nn.Linear(24, 40).to(dtype)
     layer = fp8_linear(copy.deepcopy(linear), scaling)
@@ -153,7 +153,7 @@ def saved_bytes(run, *parameters):
     return sum(storages.values())
 
 
-def test_a_layer_saves_its_input_in_half_of_bf16s_bytes():
+def test_layer_saves_input_in_half_the_bytes_of_bf16():
     x = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
     linear = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
     plain = saved_bytes(lambda: linear(x * 1), linear.weight)
@@ -166,7 +166,7 @@ def test_a_layer_saves_its_input_in_half_of_bf16s_bytes():
 
 
 @pytest.mark.parametrize("scaling", [*SCALINGS, "window"])
-def test_layers_with_the_same_input_share_one_copy(scaling):
+def test_layers_with_same_input_share_one_copy(scaling):
     compute, recipe = NativeCompute(), resolve(f"native:{scaling}")
     shared = compute.new_shared(None, recipe)
     q, k, v = (compute.build(nn.Linear(128, 16, bias=False), recipe, shared).train() for _ in range(3))
@@ -179,7 +179,7 @@ def test_layers_with_the_same_input_share_one_copy(scaling):
     assert saved_bytes(block, q.weight, k.weight, v.weight) <= x.numel() + 3 * (16 * 128) + 4 * 2 * 1024
 
 
-def test_a_changed_input_is_quantized_anew():
+def test_changed_input_is_quantized_again():
     """Share codes only among readers of equal values: not after an in-place change, and never for a leaf."""
     compute, recipe = NativeCompute(), resolve("native")
     shared = compute.new_shared(None, recipe)
@@ -203,7 +203,7 @@ def test_a_changed_input_is_quantized_anew():
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_non_finite_values_show_and_do_not_poison_the_next_step(scaling, where, bad):
+def test_non_finite_values_propagate_but_spare_the_next_step(scaling, where, bad):
     torch.manual_seed(0)
     layer = fp8_linear(nn.Linear(32, 16), scaling)
     roll(layer) if scaling == "delayed" else None
@@ -279,7 +279,7 @@ def test_eval_in_fp8_on_request_keeps_the_scaling_state():
     assert not torch.equal(y, F.linear(x * 100, layer.weight, layer.bias))
 
 
-def test_the_input_may_be_given_by_its_name():
+def test_input_may_be_a_keyword_argument():
     layer, x = fp8_linear(nn.Linear(32, 16)), torch.randn(8, 32)
     assert torch.equal(layer(input=x), layer(x))
 
@@ -309,7 +309,7 @@ def test_state_is_not_in_the_state_dict_and_survives_a_cast():
     assert torch.equal(layer.fp8_scaling, state) and layer.weight.dtype == torch.bfloat16
 
 
-def test_a_layer_prepared_on_meta_starts_afresh_with_assigned_weights():
+def test_layer_prepared_on_meta_starts_fresh_with_assigned_weights():
     layer = fp8_linear(nn.Linear(16, 16, device="meta"), "delayed")
     roll(layer)
     layer.load_state_dict(nn.Linear(16, 16).state_dict(), assign=True)
@@ -321,12 +321,12 @@ def test_a_layer_prepared_on_meta_starts_afresh_with_assigned_weights():
     assert sqnr(F.linear(x, layer.weight, layer.bias).double(), y) > 24
 
 
-def test_wrong_last_dimension_says_which():
+def test_wrong_last_dimension_is_named():
     with pytest.raises(ValueError, match=r"64 input features got an input of shape \(2, 32\)"):
         fp8_linear(nn.Linear(64, 16))(torch.randn(2, 32))
 
 
-def test_integer_input_fails_as_it_does_in_a_plain_layer():
+def test_integer_input_fails_as_in_plain_layer():
     with pytest.raises(RuntimeError, match="dtype"):
         fp8_linear(nn.Linear(16, 16))(torch.ones(2, 16, dtype=torch.int64))
 
@@ -349,7 +349,7 @@ def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, token
 
 
 @pytest.mark.parametrize("scaling,in_fp32", [("dynamic", True), ("delayed", True), ("rowwise", False)])
-def test_a_gpu_writes_the_gradient_of_an_fp32_weight_in_fp32_for_one_scale(scaling, in_fp32, monkeypatch):
+def test_gpu_writes_fp32_wgrad_for_tensorwise_scales(scaling, in_fp32, monkeypatch):
     layer = fp8_linear(nn.Linear(64, 48), scaling)
     with GPURules(monkeypatch), torch.autocast("cpu", torch.bfloat16):
         y = layer(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))

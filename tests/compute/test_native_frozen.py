@@ -65,7 +65,7 @@ def rounded() -> Adapted:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_products_are_those_of_the_rounded_values(scaling):
+def test_products_match_rounded_values(scaling):
     """Losses are close to plain weights with the same values: other scales cast these, so some codes differ by half a
     step of E4M3 (1/16 at most)."""
     model, optimizer = prepared(scaling=scaling, fp8_params=True)
@@ -79,7 +79,7 @@ def test_products_are_those_of_the_rounded_values(scaling):
     assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (4, 4, 0) for c in counts)
 
 
-def test_parameters_stay_and_weigh_one_byte():
+def test_frozen_parameters_stay_and_take_one_byte():
     model = Adapted()
     before, values = list(model.parameters()), copy.deepcopy(model.state_dict())
     _, optimizer = prepared(model, fp8_params=True)
@@ -99,7 +99,7 @@ def test_parameters_stay_and_weigh_one_byte():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
+def test_checkpoints_are_plain_and_load_bitwise(dtype):
     model, _ = prepared(Adapted(dtype), fp8_params=True)
     saved = model.state_dict()
     assert {type(tensor) for tensor in saved.values()} == {torch.Tensor} and saved["base.0.weight"].dtype == dtype
@@ -116,7 +116,7 @@ def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
     assert all(code.dtype == torch.float8_e4m3fn for code, _ in codes)
 
 
-def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
+def test_evaluation_and_restore_use_code_values():
     model, _ = prepared(fp8_params=True)
     plain = rounded()
     assert torch.equal(model.eval()(BATCHES[0]), plain.eval()(BATCHES[0]))
@@ -127,7 +127,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
     assert torch.equal(model(BATCHES[0]), plain(BATCHES[0]))
 
 
-def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
+def test_trainable_weight_is_refused_without_changing_model():
     model = Adapted()
     with pytest.raises(RecipeError, match=r"32 -> 32 trains.*use level O3.*exclude"):
         prepared(model, fp8_params=True, exclude=["2"])
@@ -138,7 +138,7 @@ def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
         losses(frozen, optimizer)
 
 
-def test_what_cannot_hold_fp8_weights_is_refused_by_name():
+def test_unsupported_fp8_weights_are_refused_by_name():
     with torch.device("meta"):
         on_meta = Adapted()
     with pytest.raises(RecipeError, match="meta device"):
@@ -155,7 +155,7 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
     assert type(held.base[0].weight) is nn.Parameter
 
 
-def test_it_is_off_by_default_and_not_for_levels():
+def test_fp8_weights_are_off_by_default_and_at_levels():
     assert resolve("native").fp8_params is False and resolve("native") == resolve(
         {"backend": "native", "fp8_params": "no"}
     )
@@ -166,7 +166,7 @@ def test_it_is_off_by_default_and_not_for_levels():
     assert not any(map(is_frozen, weights(model)))
 
 
-def test_a_step_in_place_on_a_frozen_weight_keeps_its_values_in_fp32():
+def test_inplace_update_of_frozen_weight_is_held_in_fp32():
     model, _ = prepared(fp8_params=True)
     weight, before = model.base[0].weight, model.base[0].weight.exact()
     weight.data += torch.full((64, 32), 1e-4)
@@ -174,7 +174,7 @@ def test_a_step_in_place_on_a_frozen_weight_keeps_its_values_in_fp32():
     assert torch.equal(weight.dequantize(), quantize(weight.exact(), torch.float8_e4m3fn).dequantize())
 
 
-def test_moves_and_casts_leave_it_in_fp8():
+def test_moves_and_casts_keep_fp8():
     model, optimizer = prepared(fp8_params=True)
     model.to(torch.bfloat16)
     assert all(map(is_frozen, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))

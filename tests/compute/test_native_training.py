@@ -99,7 +99,7 @@ def assert_same_states(states, others):
 @pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reentrant):
+def test_recomputation_uses_same_scales(scaling, stored, use_reentrant):
     """Match bitwise; count recomputation separately. The window rule reaches its delayed scales."""
     steps = WINDOW + 2 if scaling == "window" else 5
     numbers, counts, states, _ = trained(made(scaling, stored), steps=steps)
@@ -118,7 +118,7 @@ def test_checkpointing_recomputes_with_the_same_scales(scaling, stored, use_reen
         *(nightly("mxfp8", "E4M3", None), nightly("delayed", "plain", False)),
     ],
 )
-def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
+def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
     """Match bitwise, without a graph break, and into the window rule's delayed scales. Compiled code counts each
     forward once, recomputed or not."""
     steps = WINDOW + 2 if scaling == "window" else 5
@@ -133,7 +133,7 @@ def test_compiled_training_equals_eager(scaling, stored, use_reentrant):
 @pytest.mark.parametrize("copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))])
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_copies_train_on_their_own(scaling, stored, copied):
+def test_copies_train_independently(scaling, stored, copied):
     model = made(scaling, stored)
     other, before = copied(model), model.up.weight.detach().clone()
     found = trained(other)
@@ -146,7 +146,7 @@ def test_copies_train_on_their_own(scaling, stored, copied):
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_model_on_meta_keeps_its_weights_form_and_starts_afresh(scaling, stored):
+def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
     torch.manual_seed(0)
     weights = Block().state_dict()
     with torch.device("meta"):
@@ -187,7 +187,7 @@ def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocas
     ["native:blockwise+msamp:O2", "native:mxfp8+msamp:O3"]
     + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
 )
-def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
+def test_block_casts_read_stored_weights(backend):
     """Use sizes not divisible by a block. Losses equal those with one power of two per tensor to 2 %."""
     losses = {}
     for each in (backend, "msamp" + backend[-3:]):
@@ -205,7 +205,7 @@ def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
     assert ours < 0.5 and abs(ours - others) < 0.02 * others
 
 
-def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():
+def test_scaling_state_rolls_once_per_training_forward():
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
     layer, x = model[0], torch.randn(4, 16)
     rolls = []
@@ -219,7 +219,7 @@ def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():
     assert rolls == [0, 1, 1, 1, 1, 2]
 
 
-def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
+def test_recomputed_submodule_rolls_its_state_once():
     """A checkpoint around a prepared part runs its forward again, inside backward."""
     part, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
     for step in range(3):
@@ -228,7 +228,7 @@ def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
         assert part[0].fp8_scaling[0, 1].item() == step
 
 
-def test_two_models_with_two_recipes_train_side_by_side():
+def test_two_models_with_different_recipes_train_together():
     def make(backend):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
@@ -249,7 +249,7 @@ def test_two_models_with_two_recipes_train_side_by_side():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [nightly("native:dynamic"), "msamp:O2"])
-def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
+def test_dynamic_shapes_match_eager_bitwise(spec):
     """`dynamic=True` turns numbers in objects into variables, too, and a backward cannot lift them."""
 
     def train(compiled):
@@ -300,7 +300,7 @@ def by_parts(model, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler):
+def test_scales_roll_when_a_loop_calls_submodules(compiler):
     losses, states = states_of_three_steps(nn.Module.__call__)
     found, found_states = states_of_three_steps(by_parts, compiler=compiler)
     assert found == losses and losses[2] < losses[0] < 1
@@ -309,7 +309,7 @@ def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_microbatches_through_parts_of_the_model_roll_once_an_optimizer_step(checkpointed):
+def test_microbatches_through_submodules_roll_once_per_step(checkpointed):
     """Recomputed or not, all microbatches of a step have the same scales."""
 
     def call(model, x):

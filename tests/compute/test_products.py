@@ -46,9 +46,7 @@ ROUNDINGS_TO_BF16 = {products.SCALED_MM: 1, products.EMULATED: 1, products.FP32_
 @pytest.mark.parametrize("engine", ROUNDINGS_TO_BF16)
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("a_format", [E4M3, E5M2])
-def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_summation(
-    a_format, rowwise, engine, monkeypatch
-):
+def test_every_engine_matches_exact_product_up_to_rounding(a_format, rowwise, engine, monkeypatch):
     monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: engine)
     a, b = operands(64, 32, 96, rowwise, a_format)
     x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
@@ -61,7 +59,7 @@ def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_two_small_scales_do_not_underflow_before_they_meet_the_product(rowwise):
+def test_small_scales_do_not_underflow_when_combined(rowwise):
     """2**-76 each: FP32 has no 2**-152, and bf16 has the result."""
     codes = torch.full((16, 64), 448.0).to(torch.float8_e4m3fn)
     small = Quantized(codes, torch.full((16, 1) if rowwise else (), 2.0**-76))
@@ -71,7 +69,7 @@ def test_two_small_scales_do_not_underflow_before_they_meet_the_product(rowwise)
 
 @pytest.mark.parametrize("size", [16, 128], ids=["small", "in parts"])
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
+def test_fp16_autocast_does_not_touch_code_products(rowwise, size):
     """The codes' own product reaches 64 * 448**2, far beyond fp16, before the scales make it small."""
     a, b = operands(size, size, 64, rowwise)
     plain = scaled_product(a, b, torch.bfloat16)
@@ -80,14 +78,14 @@ def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise", "mxfp8"])
-def test_a_cpu_uses_its_bf16_product_for_bf16_results(scaling, either_cpu):
+def test_cpu_uses_bf16_product_for_bf16_results(scaling, either_cpu):
     cpu = torch.device("cpu")
     assert engine_for(cpu, torch.bfloat16, scaling) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
     assert engine_for(cpu, torch.float32, scaling) == engine_for(cpu, torch.float16, scaling) == products.FP32_EXACT
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
+def test_fp32_product_is_rounded_once(rowwise, monkeypatch):
     """A product of one pair, and powers of two as scales, are exact in FP32."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +100,7 @@ def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
+def test_high_precision_product_matches_plain_one(dtype, either_cpu):
     """Match to half a unit of the dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
@@ -121,7 +119,7 @@ def test_every_code_is_a_bf16_value(fmt):
     assert torch.equal(finite.bfloat16().float(), finite.float())
 
 
-def test_e5m2_by_e5m2_is_refused_on_every_device():
+def test_e5m2_times_e5m2_is_refused_on_every_device():
     a = b = operands(16, 16, 16, False, E5M2)[0]
     with pytest.raises(AssertionError, match="E5M2"):
         scaled_product(a, b, torch.bfloat16)
@@ -152,7 +150,7 @@ def test_gpu_accepts_every_layout_and_size(m, n, k, transposed, out_dtype, rowwi
     assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
 
 
-def test_a_gpu_refuses_what_the_checks_are_there_to_prevent():
+def test_gpu_rejects_operands_that_fail_the_checks():
     with FakeTensorMode(), pytest.raises(RuntimeError, match="col_major"):
         matrix = torch.empty(32, 32, device="cuda", dtype=torch.float8_e4m3fn)
         one = torch.empty((), device="cuda")

@@ -74,7 +74,7 @@ def same(ours, expected):
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_casts_are_the_references(fmt, size, dtype, kind):
+def test_casts_match_reference(fmt, size, dtype, kind):
     x = matrix(*size, dtype, kind)
     for factor in (torch.tensor(3.3), torch.rand(size[0], 1) * 9, torch.rand(1, size[1]), torch.tensor(float("nan"))):
         for of_layout in layouts(x):
@@ -84,7 +84,7 @@ def test_casts_are_the_references(fmt, size, dtype, kind):
 @pytest.mark.parametrize("size", [(16, 16), (3, 85), (85, 3), (257, 31), (0, 4), (4, 0), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_every_code_is_decoded_in_every_layout(fmt, dtype, size):
+def test_every_code_decodes_in_every_layout(fmt, dtype, size):
     """Odd sizes and an odd place in memory too: codes are read in pairs."""
     count = size[0] * size[1]
     memory = torch.arange(1 + count, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)
@@ -96,7 +96,7 @@ def test_every_code_is_decoded_in_every_layout(fmt, dtype, size):
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_scaled_by_one_factor_after_the_other(dtype, out_dtype):
+def test_products_are_scaled_one_factor_at_a_time(dtype, out_dtype):
     """Their product underflows. In place too."""
     x = matrix(257, 300, dtype)
     rows, columns = torch.rand(257, 1) * 2.0**-80, torch.rand(1, 300) * 2.0**-70
@@ -124,7 +124,7 @@ def rule_and_scale(rule, x, fmt):
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO, WINDOW])
-def test_one_scale_by_every_rule(rule, dtype, kind):
+def test_every_rule_computes_one_scale(rule, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
         x = matrix(*size, dtype, kind)
         named, scale, amax = rule_and_scale(rule, x, fmt)
@@ -177,7 +177,7 @@ def test_stored_data_are_cast_from_their_values(dtype):
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
-def test_blocks_of_a_matrix_and_of_its_transpose(blocks, dtype, kind):
+def test_blocks_of_matrix_and_transpose(blocks, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
         x = matrix(*size, dtype, kind)
         expected = [blocks.quantize(each, fmt) for each in (x, x.t())]
@@ -198,7 +198,7 @@ def codes_of_one(blocks, x):
     return Quantized(codes, blocks.repeated(torch.ones((), device=x.device), x.shape))
 
 
-def test_a_transpose_is_a_view_where_nothing_has_nan():
+def test_transpose_is_a_view_without_nan():
     made = quantization.quantize_blocks(matrix(300, 128, torch.bfloat16), VECTORS, E4M3)
     assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()
 
@@ -211,7 +211,7 @@ def test_a_transpose_is_a_view_where_nothing_has_nan():
     lambda x: products.scaled_product(*2 * [Quantized(quantization.quantize(x, E4M3).codes, x.new_ones(()))], x.dtype),
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
+def test_fake_and_meta_tensors_use_reference(make, device, monkeypatch):
     """Cast in one piece: each part would add a node to a graph."""
     for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
@@ -220,7 +220,7 @@ def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
         assert make(x).device.type == device
 
 
-def test_compiled_code_takes_the_reference(monkeypatch):
+def test_compiled_code_uses_reference(monkeypatch):
     for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
     x = matrix(30, 32, torch.bfloat16)
@@ -237,7 +237,7 @@ def test_compiled_code_takes_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("keep_nan", [False, True])
-def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
+def test_compiled_code_computes_amax_in_one_reduction(keep_nan):
     """No second operation reads every element; eager code has two reductions, and the same numbers."""
     graphs = []
 

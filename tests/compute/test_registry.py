@@ -105,7 +105,7 @@ def train_three_steps(spec):
 # Built in
 
 
-def test_built_in_backends_say_whether_they_can_run_here():
+def test_built_in_backends_report_availability():
     backends = available_backends()
     assert list(backends)[:3] == ["native", "te", "ao"]
     assert backends["native"] and backends["ao"]
@@ -120,7 +120,7 @@ def test_one_instance_serves_every_spelling(name):
 
 
 @pytest.mark.parametrize("spec", ["te", "te+msamp:O2"])
-def test_valid_names_are_refused_by_prepare_if_they_cannot_run(spec, monkeypatch):
+def test_prepare_refuses_unavailable_backends(spec, monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     assert resolve(spec)
     model = nn.Linear(32, 32)
@@ -171,7 +171,7 @@ def test_registered_backend_trains_and_is_counted():
     assert audit(model).products["0"] == {"fprop": 3, "dgrad": 3, "wgrad": 3, "recomputed": 0}
 
 
-def test_registered_backend_is_held_to_its_own_fields_and_scalings():
+def test_registered_backend_declares_fields_and_scalings():
     register_backend("tiny", TinyCompute)
     assert resolve({"backend": "tiny", "margin": 2}).margin == 2
     with pytest.raises(RecipeError, match="fp8_format is not read by tiny:coarse"):
@@ -198,7 +198,7 @@ def test_factory_is_called_once_and_only_when_used():
 
 
 @pytest.mark.parametrize("name", ["auto", "msamp", "torchao", "two words", "a:b", "a+b", "", 3])
-def test_name_that_a_backend_string_cannot_hold_is_refused(name):
+def test_unparsable_backend_name_is_refused(name):
     with pytest.raises(RecipeError, match="backend name"):
         register_backend(name, TinyCompute)
 
@@ -210,7 +210,7 @@ def test_taken_name_is_replaced_only_on_request():
     assert isinstance(registry.get_compute("native"), TinyCompute)
 
 
-def test_factory_that_makes_no_compute_is_named():
+def test_factory_returning_no_compute_is_named():
     with pytest.raises(RecipeError, match="must be callable"):
         register_backend("tiny", TinyCompute())
     register_backend("tiny", dict)
@@ -218,7 +218,7 @@ def test_factory_that_makes_no_compute_is_named():
         resolve("tiny")
 
 
-def test_entry_point_that_does_not_load_spoils_only_itself(monkeypatch):
+def test_broken_entry_point_affects_only_itself(monkeypatch):
     pretend_entry_point(monkeypatch, "broken", "no_such_module_here:Compute")
     with pytest.raises(FP8BackendError, match="'broken'.*does not load.*no_such_module_here"):
         resolve("broken")

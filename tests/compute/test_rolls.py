@@ -11,7 +11,7 @@ from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 NO_WORK = {f"aten::{name}" for name in ("detach", "view", "select", "slice", "unbind", "unsqueeze")}
 
 
-def test_states_of_more_layers_take_no_more_operations_and_nothing_comes_from_the_host():
+def test_roll_has_constant_operations_and_no_host_copies():
     """Python numbers become tensors by `lift_fresh`, a waiting copy on a GPU."""
     compute, recipe, counts = NativeCompute(), resolve(FP8RecipeKwargs(backend="native:delayed")), []
     for layers in (2, 7):

@@ -86,7 +86,7 @@ def same(a, b):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @settings(max_examples=15)
 @given(exponent=st.integers(-40, 40), n_in=st.integers(1, 40), n_out=st.integers(1, 40), seed=st.integers(0, 99))
-def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, exponent, n_in, n_out, seed):
+def test_fp16_weights_match_fp32_values_bitwise(scaling, exponent, n_in, n_out, seed):
     scaled, plain = pair(scaling, torch.float16, (n_in, n_out), spread=2.0**exponent)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, ex
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
+def test_autocast_and_bf16_models_match_fp32_weights(scaling, dtype, autocast_dtype):
     """Match a plain FP32 weight bitwise: bf16 weights lose nothing before the cast."""
     scaled, plain = pair(scaling, torch.float16, dtype=dtype)
     for seed in range(2):
@@ -114,7 +114,7 @@ def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
+def test_e4m3_weights_are_multiplied_without_recast(rowwise):
     """A new cast of the values would have another scale, and rows several."""
     scaled, _ = pair("rowwise" if rowwise else "window", torch.float8_e4m3fn)
     weight = scaled[0].weight.detach()
@@ -157,7 +157,7 @@ def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_of_codes_with_a_residual_products_read_the_codes_alone(scaling):
+def test_products_ignore_the_residual(scaling):
     alone, _ = pair(scaling, torch.float8_e4m3fn)
     both = copy.deepcopy(alone)
     weight = both[0].weight
@@ -181,7 +181,7 @@ def test_of_codes_with_a_residual_products_read_the_codes_alone(scaling):
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", STORED)
-def test_evaluation_is_a_plain_layers_and_differentiable(stored, dtype, autocast_dtype):
+def test_evaluation_matches_plain_layer_and_is_differentiable(stored, dtype, autocast_dtype):
     scaled, _ = pair("window", STORED[stored], dtype=dtype)
     weight = scaled[0].weight
     plain = nn.Linear(33, 48, dtype=dtype)
@@ -214,7 +214,7 @@ def test_an_empty_batch_gives_a_zero_gradient(stored):
 @pytest.mark.parametrize("override", [case for case in itertools.product((False, True), repeat=3) if not all(case)])
 @pytest.mark.parametrize("stored", ["plain", nightly("FP16"), "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_override_linear_precision_is_honoured_product_by_product(scaling, stored, override):
+def test_override_linear_precision_applies_per_product(scaling, stored, override):
     model = prepared(layer(spread=0.1), scaling, STORED.get(stored), override_linear_precision=override)
     plain = nn.Linear(33, 48)
     plain.load_state_dict({"weight": values_of(model[0].weight), "bias": model[0].bias.detach()})
@@ -237,7 +237,7 @@ def test_override_linear_precision_is_honoured_product_by_product(scaling, store
 @pytest.mark.parametrize("override", [None, (True, True, False)])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, autocast_dtype):
+def test_only_fp8_codes_of_weight_are_saved(scaling, stored, override, autocast_dtype):
     fields = {} if override is None else {"override_linear_precision": override}
     scaled, _ = pair(scaling, STORED[stored], (64, 512), **fields)
     weight, kept = scaled[0].weight, {}
@@ -260,7 +260,7 @@ def test_no_copy_of_the_weight_but_fp8_codes_is_kept(scaling, stored, override, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling,stored", [("window", "E4M3"), nightly("delayed", "FP16")])
-def test_inductor_makes_the_same_codes(scaling, stored):
+def test_inductor_computes_same_codes(scaling, stored):
     """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
     results.)"""
     torch._dynamo.reset()
@@ -276,7 +276,7 @@ def test_inductor_makes_the_same_codes(scaling, stored):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stored", STORED)
-def test_compiled_evaluation_and_frozen_weights_equal_eagers(stored, training):
+def test_compiled_evaluation_and_frozen_weights_match_eager(stored, training):
     torch._dynamo.reset()
     scaled, _ = pair("window", STORED[stored])
     scaled.requires_grad_(not training).train(training)  # trained around frozen weights, or evaluated
@@ -305,7 +305,7 @@ def test_moving_a_layer_keeps_hooks_and_attributes_of_its_weight():
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_weight_that_was_not_finite_shows(scaling, stored):
+def test_non_finite_weight_propagates(scaling, stored):
     scaled, _ = pair(scaling, STORED[stored])
     bad = scaled[0].weight.dequantize()
     bad[0, 0] = float("inf")

@@ -84,7 +84,7 @@ def raw_torchao(model, scaling, cast_inputs=False):
 @pytest.mark.parametrize("tokens", [(4, 16), (3, 7)], ids=["64 tokens", "21 tokens"])
 @pytest.mark.parametrize("precision", ["fp32 autocast", "bf16", "fp32"])
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_losses_equal_a_raw_torchao_loop_bit_for_bit(scaling, precision, tokens):
+def test_losses_match_raw_torchao_loop_bitwise(scaling, precision, tokens):
     autocast, dtype = precision == "fp32 autocast", BF16 if precision == "bf16" else torch.float32
     # raw TorchAO crashes there; under CUDA's autocast it casts the input itself
     mended = scaling == "rowwise_with_gw_hp" and autocast
@@ -98,7 +98,7 @@ def test_losses_equal_a_raw_torchao_loop_bit_for_bit(scaling, precision, tokens)
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_every_parameter_object_is_kept_and_trains_and_saves(scaling, tmp_path):
+def test_parameter_objects_stay_train_and_save(scaling, tmp_path):
     model = block()
     optimizer = adamw(model)
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
@@ -120,7 +120,7 @@ def sqnr(wanted, got):
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_one_linear_is_as_accurate_as_fp8_and_not_more(scaling):
+def test_linear_has_fp8_accuracy(scaling):
     # 256 tokens, 512 -> 256, normal data: measured 28.4 to 28.7 dB for E4M3 by E4M3, 24.6 dB with E5M2 gradients.
     # Three mantissa bits cannot reach 32 dB
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_zero_tokens_and_one_dimension(scaling):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_inference_mode_computes_what_no_grad_does(scaling, autocast):
+def test_inference_mode_matches_no_grad(scaling, autocast):
     linear, x = nn.Linear(32, 16), torch.randn(2, 8, 32)
     preparation.prepare_model(linear, recipes.resolve(f"ao:{scaling}"))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -180,13 +180,13 @@ def test_copies_and_pickles_compute_with_their_own_weights():
     assert torch.equal(model(ids), expected)
 
 
-def test_the_printed_model_shows_its_precision():
+def test_repr_shows_precision():
     model = nn.Sequential(nn.Linear(32, 32))
     preparation.prepare_model(model, recipes.resolve("ao"))
     assert "ao i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2)" in repr(model)
 
 
-def test_sizes_that_a_gpu_cannot_multiply_stay_in_high_precision():
+def test_unsupported_gpu_sizes_stay_in_high_precision():
     compute, recipe = ao.TorchAOCompute(), recipes.resolve("ao")
     assert compute.unfit(nn.Linear(32, 48), recipe) is None
     assert "not multiples of 16" in compute.unfit(nn.Linear(30, 48), recipe)
@@ -201,7 +201,7 @@ def config(**fields):
     return dataclasses.replace(Float8LinearConfig(), **fields)
 
 
-def test_a_config_is_used_as_it_is():
+def test_config_is_used_unchanged():
     given = config(round_scales_to_power_of_2=True)
     model = nn.Sequential(nn.Linear(32, 32))
     preparation.prepare_model(model, recipes.resolve(recipes.AORecipeKwargs(config=given)))
@@ -211,7 +211,7 @@ def test_a_config_is_used_as_it_is():
 
 
 @pytest.mark.parametrize("field", ["pad_inner_dim", "scaling"])
-def test_a_config_that_disagrees_with_another_field_is_refused(field):
+def test_config_contradicting_a_field_is_refused(field):
     recipe = types.SimpleNamespace(
         config=config(), scaling="tensorwise", pad_inner_dim=True, given={"config", "pad_inner_dim"}
     )
@@ -221,7 +221,7 @@ def test_a_config_that_disagrees_with_another_field_is_refused(field):
         ao.TorchAOCompute().check(recipe)
 
 
-def test_gathering_weights_in_fp8_is_refused_where_nothing_would_train():
+def test_fp8_all_gather_is_refused_without_fsdp2():
     model = block()
     with pytest.raises(FP8BackendError, match="enable_fsdp_float8_all_gather.*FSDP2"):
         spec = recipes.AORecipeKwargs(enable_fsdp_float8_all_gather=True)
@@ -229,7 +229,7 @@ def test_gathering_weights_in_fp8_is_refused_where_nothing_would_train():
     assert type(model.up) is nn.Linear
 
 
-def test_an_emulating_config_trains_and_says_so():
+def test_emulating_config_trains_with_notice():
     model = block()
     spec = recipes.AORecipeKwargs(config=config(emulate=True))
     model, optimizer = preparation.prepare(model, adamw(model), spec)
@@ -254,7 +254,7 @@ def test_loading_torchao_prints_nothing():
 
 
 @pytest.mark.slow
-def test_compiled_layers_of_several_sizes_stay_within_their_buffers():
+def test_compiled_layers_of_several_sizes_stay_within_buffers():
     """Run in a new process, since a fault ends it. The second model meets code compiled for the first, and is compiled
     with variable sizes, also in its padding."""
     script = textwrap.dedent(

@@ -63,7 +63,7 @@ def scales(monkeypatch):
     return seen
 
 
-def test_sixteen_steps_just_in_time_then_the_largest_of_the_last_sixteen(scales):
+def test_window_is_just_in_time_for_16_steps_then_delayed(scales):
     model = one_layer()
     amaxes = [1.5 * 2.0 ** ((5 * i) % 19 - 9) for i in range(40)]
     gradients = [1.5 * 2.0 ** ((3 * i) % 23 - 30) for i in range(40)]
@@ -80,7 +80,7 @@ def test_sixteen_steps_just_in_time_then_the_largest_of_the_last_sixteen(scales)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("at", [3, 20])
-def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, bad, at):
+def test_non_finite_value_restarts_just_in_time_steps(scales, bad, at):
     model = one_layer()
     amaxes = [1.5 * 2.0 ** ((5 * i) % 9 - 4) for i in range(at + 30)]
     for i, amax in enumerate(amaxes):
@@ -99,7 +99,7 @@ def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, b
 
 
 @pytest.mark.slow
-def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
+def test_steps_without_amax_leave_window_unchanged(scales):
     """Try an idle layer, an expert without tokens, and a gradient of zeros."""
     model = one_layer()
     for _ in range(40):
@@ -128,7 +128,7 @@ def test_a_delayed_scale_saturates_a_spike_for_one_step():
     assert errors[0] > 0.4 and errors[1] < 0.04
 
 
-def test_microbatches_and_skipped_steps_record_their_largest_amax():
+def test_microbatches_and_skipped_steps_record_largest_amax():
     """A step skipped by a loss scaler never ends: its amax counts for the next."""
     model = one_layer()
     for amax in (1.0, 8.0, 2.0):
@@ -140,7 +140,7 @@ def test_microbatches_and_skipped_steps_record_their_largest_amax():
 
 @pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5)])
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
-def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format):
+def test_all_three_products_match_reference(tokens, n_in, n_out, fp8_format):
     """Codes and scales equal plain Python's; FP32 results differ only by the order of summation."""
     torch.manual_seed(0)
     model = prepare(nn.Sequential(nn.Linear(n_in, n_out, bias=False)), fp8_format=fp8_format)
@@ -169,7 +169,7 @@ def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format)
         assert model[0].fp8_scaling[tensor].view(torch.float32)[0].item() == s
 
 
-def test_the_optimizers_step_rolls_the_window_once_for_all_microbatches():
+def test_optimizer_step_rolls_window_once_for_all_microbatches():
     model, recipe = nn.Sequential(nn.Linear(16, 16)), FP8RecipeKwargs(backend="native:window")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     convert(model, recipe, COMPUTE)
@@ -181,7 +181,7 @@ def test_the_optimizers_step_rolls_the_window_once_for_all_microbatches():
     assert row(model, INPUT)[0] == row(model, GRAD_OUTPUT)[0] == 3
 
 
-def test_evaluation_and_no_grad_leave_the_window_as_it_is():
+def test_evaluation_and_no_grad_leave_window_unchanged():
     model = one_layer(use_autocast_during_eval=True)
     step(model, torch.randn(4, 16))
     before = model[0].fp8_scaling.clone()
@@ -195,7 +195,7 @@ def test_evaluation_and_no_grad_leave_the_window_as_it_is():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_after", [5, 18])
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved_after):
+def test_resumed_run_matches_uninterrupted_run_bitwise(saved_after):
     batches = (
         torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(0)) * 1.1 ** torch.arange(24.0)[:, None, None]
     )
@@ -208,7 +208,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved_after):
     assert torch.equal(model[0].fp8_scaling, resumed[0].fp8_scaling)
 
 
-def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
+def test_delayed_state_is_refused_as_window():
     delayed = one_layer(backend="native:delayed", amax_history_len=16)
     window = one_layer()
     assert delayed[0].fp8_scaling.shape == window[0].fp8_scaling.shape
@@ -217,5 +217,5 @@ def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
             COMPUTE.load_scaling_state(target, COMPUTE.scaling_state(saved))
 
 
-def test_the_layer_shows_its_rule():
+def test_repr_shows_rule():
     assert "native:window i:e4m3,w:e4m3,go:e5m2" in repr(one_layer()[0])

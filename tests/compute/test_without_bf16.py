@@ -44,7 +44,7 @@ class ProductDtypes(TorchDispatchMode):
 @pytest.mark.parametrize("high_precision", [(False,) * 3, (True, False, False), (False, True, True)])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_products_of_fp8_layers_are_in_fp32_whatever_surrounds_them(backend, autocast, high_precision, monkeypatch):
+def test_products_run_in_fp32_for_any_autocast(backend, autocast, high_precision, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
@@ -112,7 +112,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_engines_and_what_surrounds_them_hold_on_such_a_cpu(tmp_path):
+def test_products_tests_pass_without_bf16(tmp_path):
     """Time all forms of a product, and run both products' tests on the other kind of CPU, in one process."""
     files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
     tests = [str(TESTS / file) for file in files]

@@ -58,7 +58,7 @@ HIGH_PRECISION = [(True, False, False), (False, True, False), (False, False, Tru
         ],
     ],
 )
-def test_products_are_those_of_a_linear_to_the_bit(sizes, spec, fields):
+def test_products_match_linear_bitwise(sizes, spec, fields):
     """The gradient has the layout of the Parameter."""
     torch.manual_seed(0)
     module = conv(*sizes)
@@ -71,7 +71,7 @@ def test_products_are_those_of_a_linear_to_the_bit(sizes, spec, fields):
     assert module.weight.grad.shape == sizes and module.weight.grad.is_contiguous()
 
 
-def test_the_layer_stays_a_conv1d_on_its_own_parameters():
+def test_layer_stays_a_conv1d_with_its_parameters():
     module = conv(32, 96)
     attributes, weight, bias = set(module.__dict__), module.weight, module.bias
     prepared_ = convert(module)
@@ -86,7 +86,7 @@ def test_the_layer_stays_a_conv1d_on_its_own_parameters():
     assert type(module) is Conv1D and set(module.__dict__) == attributes and module.weight is weight
 
 
-def test_evaluation_empty_inputs_and_wrong_sizes():
+def test_evaluation_empty_inputs_and_wrong_sizes_behave_as_plain():
     for spec in ("native:dynamic", "ao:tensorwise"):
         module, x = conv(32, 96), torch.randn(4, 32)
         plain = module(x)
@@ -133,7 +133,7 @@ def _with_weight(weight: torch.Tensor) -> Conv1D:
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
-def test_what_cannot_be_converted_says_why(reason):
+def test_unconverted_conv1d_names_its_reason(reason):
     with pytest.raises(FP8BackendError, match=reason):
         convert(nn.Sequential(OBSTACLES[reason]()))
 
@@ -160,7 +160,7 @@ def test_tied_layers_stay_tied():
 # GPT-2
 
 
-def head_alone_is_left(model: nn.Module, optimizer) -> bool:
+def only_the_head_remains(model: nn.Module, optimizer) -> bool:
     audit = fp8_backends.audit(model, optimizer)
     ran = [counts for counts in audit.products.values() if counts["fprop"] and counts["dgrad"] and counts["wgrad"]]
     return len(ran) == 8 and list(audit.high_precision) == ["lm_head"]
@@ -168,14 +168,14 @@ def head_alone_is_left(model: nn.Module, optimizer) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"])
-def test_gpt2_trains_as_with_linear_layers_and_loads_into_stock_transformers(spec, tmp_path):
+def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     """Match losses bitwise, with rounding to nearest at levels."""
     fields = {"rounding": "nearest"} if spec in LEVELS else {}
     model, optimizer = prepared(gpt2(), spec, **fields)
     losses = train(model, optimizer, "gpt2", steps=5)
     assert losses == train(*prepared(gpt2(of_linears=True), spec, **fields), "gpt2", steps=5)
     assert losses[-1] < losses[0] - 0.2
-    assert head_alone_is_left(model, optimizer)
+    assert only_the_head_remains(model, optimizer)
     model.save_pretrained(tmp_path)
     stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     assert type(stock.transformer.h[0].mlp.c_fc) is Conv1D
@@ -193,7 +193,7 @@ def test_the_proof_names_conv1d(capfd):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_stores_weights_and_gradients_as_they_lie(level):
+def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
     model, optimizer = prepared(gpt2(), level)
     loss_of(model, batch("gpt2")).backward()
     weight = model.transformer.h[0].attn.c_attn.weight
@@ -204,7 +204,7 @@ def test_a_level_stores_weights_and_gradients_as_they_lie(level):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:delayed", "msamp:O3"])
-def test_a_checkpoint_of_accelerate_resumes_to_the_bit(spec, tmp_path):
+def test_accelerate_checkpoint_resumes_bitwise(spec, tmp_path):
     def run():
         accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend=spec)])
         model = gpt2()
@@ -231,7 +231,7 @@ def test_copies_train_like_the_original(make):
         assert train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2) == losses
 
 
-def test_recomputed_and_with_weight_casts_kept():
+def test_recomputation_and_kept_weight_casts():
     losses = train(*prepared(gpt2()), "gpt2", steps=3)
     model, optimizer = prepared(gpt2())
     model.gradient_checkpointing_enable()
@@ -271,7 +271,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
-def test_frozen_fp8_weights_below_adapters_that_merge(scaling):
+def test_frozen_fp8_weights_under_merging_adapters(scaling):
     fields = {"scaling": scaling, "fp8_params": True}
     losses = []
     for of_linears in (False, True):
@@ -286,7 +286,7 @@ def test_frozen_fp8_weights_below_adapters_that_merge(scaling):
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 
-def test_peft_after_prepare_sees_how_the_weight_lies():
+def test_peft_after_prepare_sees_weight_layout():
     model, _ = prepared(gpt2())
     adapted = get_peft_model(model, LoraConfig(**LORA))
     assert adapted.base_model.model.transformer.h[0].attn.c_attn.fan_in_fan_out
@@ -295,7 +295,7 @@ def test_peft_after_prepare_sees_how_the_weight_lies():
     assert torch.allclose(merged, trained, atol=1e-5) and not torch.allclose(merged, untouched, atol=1e-2)
 
 
-def test_an_export_leaves_them_as_they_are_and_says_why(tmp_path):
+def test_export_skips_conv1d_with_reason(tmp_path):
     model, _ = prepared(gpt2(), "native:blockwise")
     with pytest.raises(FP8BackendError, match="codes of Linear layers alone, not of Conv1D"):
         fp8_backends.checkpoints.export(model, tmp_path)

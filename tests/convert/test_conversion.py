@@ -89,7 +89,7 @@ def test_no_parameter_is_lost(backend):
         assert counts(model.evaluated[0])[0] == 0, "a part in eval mode computes in high precision"
 
 
-def test_a_shared_module_is_listed_once_with_its_aliases():
+def test_shared_module_is_listed_once_with_aliases():
     report = convert(Tied()).report
     shared = next(product for product in report.products if product.name == "shared")
     assert shared.aliases == ("again",)
@@ -120,7 +120,7 @@ def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_trains_alike_on_its_own_weights_and_state(backend, way):
+def test_copy_trains_identically_on_its_own_weights_and_state(backend, way):
     """House rule 6. A deep copy of stock Accelerate's converted model runs the original's weights."""
     model = mlp(32, 48, 32)
     prepared = convert(model, backend)
@@ -195,7 +195,7 @@ def test_converting_again_with_an_equal_recipe_changes_nothing(backend):
     assert train(model) == train(once)
 
 
-def test_another_recipe_for_a_prepared_model_is_an_error_with_a_fix():
+def test_second_recipe_for_prepared_model_is_an_error_with_fix():
     model = mlp(32, 32, 32)
     convert(model)
     with pytest.raises(RecipeError, match="native:dynamic already, and ao:tensorwise .*restore"):
@@ -212,7 +212,7 @@ def test_another_recipe_for_a_prepared_model_is_an_error_with_a_fix():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_added_since_are_converted_when_prepared_again(backend):
+def test_preparing_again_converts_added_layers(backend):
     model = mlp(32, 32, 32)
     prepared = convert(model, backend)
     train(model, steps=2)
@@ -225,7 +225,7 @@ def test_layers_added_since_are_converted_when_prepared_again(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_part_prepared_alone_belongs_to_the_model_prepared_later(backend):
+def test_prepared_submodule_joins_the_model_prepared_later(backend):
     part = mlp(32, 32, 32)
     convert(part, backend)
     model = nn.Sequential(part, nn.Tanh(), nn.Linear(32, 16))
@@ -240,7 +240,7 @@ def test_a_part_prepared_alone_belongs_to_the_model_prepared_later(backend):
     assert prepared_roots(part) == []
 
 
-def test_a_part_prepared_alone_gives_the_same_delayed_scales_as_the_whole():
+def test_prepared_submodule_gives_delayed_scales_of_the_whole():
     """Both its own root and the model's start a forward; the scales must not move twice."""
     whole = nn.Sequential(mlp(32, 32, 32), nn.Linear(32, 16))
     in_parts = copy.deepcopy(whole)
@@ -280,7 +280,7 @@ def test_roots_are_found_inside_wrappers():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["to_empty", "assign"])
-def test_a_model_on_the_meta_device_trains_once_it_has_weights(backend, way):
+def test_meta_model_trains_after_materialization(backend, way):
     weights = mlp(32, 48, 32).state_dict()
     with torch.device("meta"):
         model = mlp(32, 48, 32)
@@ -384,7 +384,7 @@ def test_conversion_of_2000_layers_is_linear_in_layers(backend):
     assert two < 2.6 * one
 
 
-def test_a_compute_needs_no_more_than_the_abstract_class():
+def test_conversion_needs_only_compute_methods():
     """Conversion only needs the methods of `Compute`."""
 
     class Doubling(nn.Linear):

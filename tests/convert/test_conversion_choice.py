@@ -64,7 +64,7 @@ def test_head_and_router_stay_in_high_precision(model):
     assert_ran_in_fp8(prepared, model, 8)
 
 
-def test_a_heads_name_counts_only_for_a_child_of_the_root():
+def test_head_names_count_only_for_children_of_root():
     model = nn.Sequential(Language("output"))
     assert "0.output" in convert(model).report.converted
     learns(model)
@@ -170,7 +170,7 @@ def test_high_precision_is_the_fallback_layer_by_layer(case):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_integer_and_empty_layers_are_named_and_left_alone():
+def test_integer_and_empty_layers_are_named_and_skipped():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,7 +194,7 @@ def test_integer_and_empty_layers_are_named_and_left_alone():
     assert counts(model.up) == [8, 0, 8, 0]
 
 
-def test_attention_with_its_own_products_is_named_and_trains():
+def test_attention_with_functional_products_is_named_and_trains():
     """`nn.MultiheadAttention` never calls its out_proj, and multiplies by in_proj_weight itself."""
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
@@ -232,7 +232,7 @@ def test_listed_experts_count_by_the_visits_of_a_token():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_convert_is_an_error_with_the_reasons_or_a_warning(backend):
+def test_nothing_to_convert_raises_or_warns_with_reasons(backend):
     model = nn.Sequential(OwnLinear(32, 32))
     with pytest.raises(FP8BackendError, match="OwnLinear is a subclass"):
         convert(model, backend)
@@ -263,7 +263,7 @@ def test_the_report_lists_states_and_reasons():
     assert sum(counts(layer)[0] > 0 for layer in model.modules() if prepared.compute.is_converted(layer)) == 2
 
 
-def test_the_report_of_many_like_layers_is_short():
+def test_report_groups_repeated_layers():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(100)])
     text = str(convert(model).report)
     assert "*.0 (×100)" not in text and "*.* (×100)" in text and len(text) < 200

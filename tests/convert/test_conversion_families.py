@@ -49,7 +49,7 @@ def assert_products(prepared, model, steps=STEPS):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):
+def test_model_family_trains_with_converted_blocks(family, backend):
     """Losses near the high-precision ones and not equal to them; every parameter moves; ties, names and keys stay."""
     model, plain = build(family), build(family)
     keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
@@ -76,7 +76,7 @@ def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
+def test_included_tied_head_runs_in_fp8_and_stays_tied(backend):
     model = build("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_an_include_of_unsupported_weights_is_an_error_with_the_reason():
+def test_including_unsupported_weights_is_an_error_with_reason():
     model, plain = build("mixtral"), build("mixtral")
     with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):
         convert(model, include=["q_proj", "gate"])
@@ -107,7 +107,7 @@ def test_an_include_of_unsupported_weights_is_an_error_with_the_reason():
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_evaluation_after_training_is_in_high_precision_and_changes_nothing(family):
+def test_evaluation_runs_in_high_precision_and_changes_nothing(family):
     model = build(family)
     prepared = convert(model, "native:delayed", amax_history_len=4)
     train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), family, 4)

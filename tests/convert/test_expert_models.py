@@ -71,7 +71,7 @@ def test_experts_train_in_fp8_counted_and_proven(family, capsys):
     assert f" Linear, {total}/{total} experts, " in capsys.readouterr().err
 
 
-def test_the_share_counts_the_experts_that_a_token_visits():
+def test_share_counts_experts_visited_per_token():
     model, _ = prepare(build("mixtral"), include=["experts"])
     report = model._fp8_prepared.report
     assert report.converted == names("mixtral")
@@ -82,7 +82,7 @@ def test_the_share_counts_the_experts_that_a_token_visits():
     assert 0.5 < report.flops_share < 0.8
 
 
-def test_a_report_says_that_experts_have_no_e5m2():
+def test_report_notes_experts_without_e5m2():
     hybrid, e4m3 = build("mixtral"), build("mixtral")
     prepare(hybrid, "native:dynamic"), prepare(e4m3, "native:dynamic", fp8_format="E4M3")
     assert "in FP8 (gradients in E4M3 with a scale a row: no GPU has grouped" in str(hybrid._fp8_prepared.report)
@@ -90,7 +90,7 @@ def test_a_report_says_that_experts_have_no_e5m2():
     assert all(product.reason is None for product in e4m3._fp8_prepared.report.products if product.state == "fp8")
 
 
-def test_preparing_again_changes_nothing_and_restoring_leaves_nothing():
+def test_preparing_twice_is_idempotent_and_restore_undoes_all():
     model, plain = build("gpt_oss"), build("gpt_oss")
     experts = model.model.layers[0].mlp.experts
     prepare(model)
@@ -106,7 +106,7 @@ def test_preparing_again_changes_nothing_and_restoring_leaves_nothing():
     assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
 
 
-def test_an_error_on_the_way_leaves_the_experts_as_they_were(monkeypatch):
+def test_failed_conversion_leaves_experts_unchanged(monkeypatch):
     model = build("mixtral")
     recipe = recipes.resolve("native:dynamic")
     monkeypatch.setattr(type(get_compute("native")), "attach", lambda *_: 1 / 0)
@@ -119,7 +119,7 @@ def test_an_error_on_the_way_leaves_the_experts_as_they_were(monkeypatch):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
 )
-def test_a_copy_has_counters_and_states_of_its_own(copied, monkeypatch):
+def test_copy_has_separate_counters_and_states(copied, monkeypatch):
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     loss_of(model, batch()).backward()
     monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.NAME)  # as in another process
@@ -132,7 +132,7 @@ def test_a_copy_has_counters_and_states_of_its_own(copied, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-def test_recomputation_counts_apart_and_changes_no_scale():
+def test_recomputation_is_counted_separately_and_changes_no_scale():
     losses = {}
     for checkpointing in (False, True):
         model, optimizer = prepare(build("gpt_oss"), "native:delayed", amax_history_len=4)
@@ -145,7 +145,7 @@ def test_recomputation_counts_apart_and_changes_no_scale():
     assert losses[False] == losses[True]
 
 
-def test_evaluation_is_in_high_precision_by_the_function_that_the_model_names():
+def test_evaluation_runs_the_models_expert_function():
     model, plain = build("mixtral"), build("mixtral")
     prepare(model)
     for implementation in ("grouped_mm", "batched_mm", "eager"):
@@ -157,7 +157,7 @@ def test_evaluation_is_in_high_precision_by_the_function_that_the_model_names():
     assert all(fp8_backends.audit(model).products[name]["wgrad"] == 1 for name in names("mixtral"))
 
 
-def test_frozen_experts_have_no_weight_gradient_and_a_share_that_knows_it():
+def test_frozen_experts_run_and_count_no_wgrad():
     model = build("mixtral")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
@@ -173,7 +173,7 @@ def test_frozen_experts_have_no_weight_gradient_and_a_share_that_knows_it():
     assert audit.flops_share == pytest.approx((3 * converted - experts) / (3 * total - experts))
 
 
-def test_the_user_chooses_each_weight():
+def test_filters_select_each_expert_weight():
     model, optimizer = prepare(build("gpt_oss"), exclude=["down_proj"])
     plain = build("gpt_oss")
     losses = train(model, optimizer, steps=4)
@@ -221,7 +221,7 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.slow), "O4"])
-def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
+def test_stored_experts_resume_bitwise_and_export_plain(level):
     """Accumulate, save, load, move, copy, read plain weights and restore before the comparison."""
 
     def trained(model, optimizer, steps):
@@ -287,7 +287,7 @@ def test_gradients_of_stored_experts_are_released_in_backward():
     assert all(torch.equal(ours.exact(), theirs.exact()) for (_, ours), (_, theirs) in pairs)
 
 
-def test_what_cannot_take_experts_says_so():
+def test_backends_without_experts_are_named():
     model, _ = prepare(build("mixtral"), "ao")
     found = reasons(model)
     assert set(found) == set(PARTS)
@@ -296,7 +296,7 @@ def test_what_cannot_take_experts_says_so():
     assert set(names("mixtral")) <= set(of_te.converted)  # known without TransformerEngine
 
 
-def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
+def test_frozen_fp8_weights_exclude_experts():
     model = build("mixtral").requires_grad_(False)
     preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native", fp8_params=True)))
     assert all("fp8_params stores 2-D weights in FP8" in reason for reason in reasons(model).values())
@@ -304,7 +304,7 @@ def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
     assert fp8_backends.audit(model).products["model.layers.0.self_attn.q_proj"]["fprop"] == 1
 
 
-def test_lora_on_experts_is_left_alone():
+def test_lora_on_experts_is_skipped():
     peft = pytest.importorskip("peft")
     wanted = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     model = peft.get_peft_model(build("mixtral"), wanted)
@@ -339,7 +339,7 @@ def obstacle_of(experts):
     return next(iter(reasons(model).values()))
 
 
-def test_experts_outside_the_registry_say_so(monkeypatch):
+def test_unregistered_experts_are_named(monkeypatch):
     assert "Loose multiplies by this 3-D Parameter outside" in obstacle_of(Loose())
 
     replaced = make_experts("mixtral").experts
@@ -357,14 +357,14 @@ def test_experts_outside_the_registry_say_so(monkeypatch):
     )
 
 
-def test_a_configuration_that_names_the_function_without_preparing_runs_as_the_class_does():
+def test_unprepared_model_runs_registered_function_as_eager():
     prepare(build("mixtral"), "native:dynamic")  # registers the function
     experts, plain = make_experts("gpt_oss").experts, make_experts("gpt_oss").experts
     experts.config._experts_implementation, plain.config._experts_implementation = "fp8_backends", "eager"
     assert torch.equal(experts(*routed(8)), plain(*routed(8)))
 
 
-def test_delayed_states_are_saved_loaded_and_agreed_on_for_each_expert():
+def test_delayed_states_are_saved_and_synchronized_per_expert():
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     compute = get_compute("native")
     for _ in range(2):
@@ -382,7 +382,7 @@ def test_delayed_states_are_saved_loaded_and_agreed_on_for_each_expert():
 
 
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
-def test_a_model_on_meta_gets_fresh_counters_with_its_memory(how):
+def test_meta_model_gets_fresh_counters_when_materialized(how):
     with torch.device("meta"):
         model = build("mixtral")
     preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native:delayed", amax_history_len=4)))

@@ -45,7 +45,7 @@ def step(model, optimizer):
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2", nightly("msamp:O3")])
 @pytest.mark.parametrize("fields", [{}, FP8_HEAD], ids=["high precision", "FP8"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_trains_as_the_ordinary_head_does(tied, fields, backend, capfd):
+def test_fused_head_trains_like_ordinary_head(tied, fields, backend, capfd):
     proofs, losses = [], []
     for fused in (True, False):
         model, optimizer = prepared(llama(tie_word_embeddings=tied), backend, fused_head=fused, **fields)
@@ -62,7 +62,7 @@ def test_it_trains_as_the_ordinary_head_does(tied, fields, backend, capfd):
     assert ("15/15 Linear, 100 %" in proofs[0][0]) == bool(fields)
 
 
-def test_evaluation_and_generation_are_as_ever():
+def test_evaluation_and_generation_stay_unchanged():
     model, optimizer = prepared(fused_head=True)
     step(model, optimizer)
     plain = llama()
@@ -86,7 +86,7 @@ def test_restore_copies_and_pickles(fields):
     assert type(step(model, optimizer)[1]) is torch.Tensor
 
 
-def test_activation_checkpointing_and_keeping_weight_casts():
+def test_activation_checkpointing_and_kept_weight_casts():
     model, optimizer = prepared(fused_head=True, **FP8_HEAD)
     fp8_backends.convert.stored_weights.keep_weight_casts(model)
     batch = counting_batch()[:8]
@@ -103,7 +103,7 @@ def test_activation_checkpointing_and_keeping_weight_casts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regional", [True, False])
-def test_compiled_code_has_an_ordinary_head_and_eager_code_around_compiled_layers_a_fused_one(regional):
+def test_whole_compile_uses_ordinary_head_and_regional_compile_fused(regional):
     model, optimizer = prepared(llama(num_hidden_layers=1), fused_head=True)
     if regional:
         model.model.layers[0].compile(backend="eager", fullgraph=True)
@@ -134,7 +134,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_losses_of_transformers_families_need_no_logits(name):
+def test_transformers_losses_need_no_logits(name):
     batch, results = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)), []
     for fused in (True, False):
         torch.manual_seed(0)
@@ -154,7 +154,7 @@ def with_lora_on_its_head():
     return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
 
 
-def with_a_head_of_its_own():
+def with_custom_head():
     model = llama()
     model.lm_head.forward = lambda x: torch.nn.functional.linear(x, model.lm_head.weight)
     return model
@@ -163,12 +163,12 @@ def with_a_head_of_its_own():
 ORDINARY = {
     "no head": (lambda: nn.Sequential(nn.Linear(32, 32)), "the output head {}: no get_output_embeddings of the model"),
     "LoRA": (with_lora_on_its_head, "the output head {}: it is no plain Linear, but peft.tuners.lora.layer.Linear"),
-    "another forward": (with_a_head_of_its_own, "lm_head {}: its forward was replaced on the instance"),
+    "another forward": (with_custom_head, "lm_head {}: its forward was replaced on the instance"),
 }
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_an_unsupported_head_is_named_once_and_runs_as_an_ordinary_layer(name, caplog):
+def test_unsupported_head_warns_once_and_runs_ordinarily(name, caplog):
     build, reason = ORDINARY[name]
     with caplog.at_level(logging.WARNING, logger="fp8_backends"):
         fp8_backends.prepare(*prepared(build(), fused_head=True), {"backend": "native:dynamic", "fused_head": True})
@@ -178,7 +178,7 @@ def test_an_unsupported_head_is_named_once_and_runs_as_an_ordinary_layer(name, c
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_frozen_head_gives_the_gradient_of_its_input(stored):
+def test_frozen_head_returns_input_gradient(stored):
     model = llama()
     model.lm_head.weight.requires_grad_(False)
     include = {"include": ["lm_head"], "fp8_params": True} if stored else FP8_HEAD

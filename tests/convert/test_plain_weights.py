@@ -51,7 +51,7 @@ def bits(model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", LEVELS)
-def test_weights_are_plain_inside_and_training_goes_on_as_if_nothing_had_been(backend, dtype):
+def test_weights_are_plain_inside_and_training_resumes_unchanged(backend, dtype):
     model, optimizer = prepared(backend, dtype)
     other, its_optimizer = prepared(backend, dtype)
     assert step(model, optimizer) == step(other, its_optimizer)
@@ -71,7 +71,7 @@ def test_weights_are_plain_inside_and_training_goes_on_as_if_nothing_had_been(ba
 
 
 @pytest.mark.parametrize("backend", LEVELS)
-def test_changes_inside_keep_all_their_precision(backend):
+def test_changes_inside_keep_full_precision(backend):
     model, optimizer = prepared(backend)
     step(model, optimizer)
     wanted = model.down.weight.detach().clone()
@@ -128,7 +128,7 @@ def frozen(scaling: str) -> nn.Module:
     return fp8_backends.prepare(model, None, recipe)[0].eval()
 
 
-def test_frozen_fp8_weights_are_plain_inside_and_keep_a_merged_adapter():
+def test_frozen_fp8_weights_are_plain_inside_and_keep_merged_adapter():
     model = frozen("dynamic")
     before, outputs = bits(model), model(torch.arange(8))
     with fp8_backends.checkpoints.plain_weights(model):
@@ -140,7 +140,7 @@ def test_frozen_fp8_weights_are_plain_inside_and_keep_a_merged_adapter():
     assert isinstance(model.down.weight, ScaledTensor) and torch.equal(model.down.weight.exact(), wanted)
 
 
-def test_codes_of_a_checkpoint_come_back_and_their_changes_are_not_lost():
+def test_checkpoint_codes_return_and_keep_changes():
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     layer = FP8Linear(128, 128, block_size=(128, 128)).requires_grad_(False)
@@ -171,7 +171,7 @@ def test_weights_restored_replaced_or_moved_inside_are_accepted():
     assert all(type(p) is nn.Parameter for p in model.parameters()) and type(model.down) is nn.Linear
 
 
-def test_a_weight_held_by_a_graph_is_named_and_prepare_stores_it_later():
+def test_weight_held_by_a_graph_is_named_and_stored_later():
     model, optimizer = prepared("msamp:O2")
     loss = model.eval()(torch.arange(8)).sum()
     with pytest.raises(FP8BackendError, match=r"weight: its storage cannot be swapped"):

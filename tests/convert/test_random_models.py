@@ -222,7 +222,7 @@ def outcome(seed: int) -> tuple[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # models without an FP8 layer, which train unchanged
 @pytest.mark.parametrize("group", nightly_but(range(GROUPS // 2), range(GROUPS)))
-def test_random_models_train_and_save_and_restore_as_in_plain_pytorch(group):
+def test_random_models_train_save_and_restore_like_plain_pytorch(group):
     outcomes = {seed: outcome(seed) for seed in range(FIRST + group, LAST, GROUPS)}
     wrong = ["\n".join(words) for kind, words in outcomes.values() if kind == "wrong"]
     assert not wrong, "\n\n".join(wrong)

@@ -72,7 +72,7 @@ def trained(model, backend, steps=2):
 
 
 @pytest.mark.parametrize("backend, wrap", CASES)
-def test_wrapped_layers_train_in_fp8_to_the_bit_and_come_back(backend, wrap):
+def test_wrapped_layers_train_bitwise_in_fp8_and_restore(backend, wrap):
     _, expected = trained(net(), backend)
     model = net()
     wrap(model)
@@ -88,7 +88,7 @@ def test_wrapped_layers_train_in_fp8_to_the_bit_and_come_back(backend, wrap):
     assert not again(x).equal(plain(x))
 
 
-def test_a_copy_calls_itself_and_outlives_its_hooks():
+def test_copy_calls_itself_after_hook_removal():
     model = net()
     hooked(model)
     model, _ = trained(model, "native:dynamic")
@@ -117,7 +117,7 @@ def other_product(layer):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_another_product_is_left_alone_and_named(wrapped):
+def test_layer_with_custom_product_is_named_and_skipped(wrapped):
     model = net()
     model[0].forward = other_product(model[0])
     if wrapped:
@@ -128,7 +128,7 @@ def test_another_product_is_left_alone_and_named(wrapped):
     assert reasons["0"] == f"its forward was replaced on the instance by {whose}"
 
 
-def test_the_experts_behind_expert_parallelism_are_their_own():
+def test_forward_of_expert_parallelism_is_no_obstacle():
     class Own(EPImplementation):
         def __init__(self, experts, ep_mesh, tp_mesh):  # without the groups of ranks required by the original
             self.experts_forward = experts.forward
@@ -163,7 +163,7 @@ def result_and_gradient(model):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
-def test_offloaded_layers_make_the_same_products(kind, tmp_path):
+def test_offloaded_layers_compute_same_products(kind, tmp_path):
     for backend in ("native:rowwise", "native:delayed", "ao:tensorwise"):
         expected = result_and_gradient(fp8_backends.prepare(net(), None, backend)[0])
         for offloaded_first in (True, False):
@@ -178,21 +178,21 @@ STORED = {"a level": "msamp:O2", "fp8_params": {"backend": "native:dynamic", "fp
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_offloaded_weights_are_not_stored_in_another_form(stored, tmp_path):
+def test_offloaded_weights_are_not_stored(stored, tmp_path):
     model = offloaded(net().requires_grad_(False), "dispatch", tmp_path)
     model, _ = fp8_backends.prepare(model, None, STORED[stored])
     refused = fp8_backends.audit(model).high_precision
     assert list(refused) == ["2"] and refused["2"].startswith("Accelerate's hooks put a plain weight in place")
 
 
-def test_weights_stored_in_fp8_are_not_offloaded():
+def test_offloading_fp8_weights_is_refused():
     model, _ = fp8_backends.prepare(net().requires_grad_(False), None, STORED["fp8_params"])
     model = offloaded(model, "cpu", None)
     with pytest.raises(FP8BackendError, match="fp8_params=True does not go with cpu_offload"):
         model(torch.ones(2, 32))
 
 
-def test_offloaded_weights_do_not_train():
+def test_training_offloaded_weights_is_refused():
     for made_first in (True, False):
         model = net()
         made = torch.optim.AdamW(model.parameters())

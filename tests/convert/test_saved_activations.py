@@ -104,7 +104,7 @@ def computes(function) -> nn.Sequential:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
-def test_the_gradient_of_each_layer_is_within_a_sixteenth_of_the_exact_one(family, value):
+def test_layer_gradients_are_within_a_sixteenth_of_exact(family, value):
     """Run all but the last layer in FP32, so only packing changes gradients."""
     head = {"bert": "cls.predictions.transform.dense"}.get(family, "lm_head")
     exact, packed = (gradients(prepared(family, each, include=[head])) for each in ("off", value))
@@ -114,7 +114,7 @@ def test_the_gradient_of_each_layer_is_within_a_sixteenth_of_the_exact_one(famil
         assert 0 < off <= 2**-4 * torch.stack([exact[name].norm() for name in names]).norm()
 
 
-def test_a_dropout_mask_in_the_dtype_of_the_values_is_left_alone():
+def test_floating_point_dropout_mask_is_not_packed():
     model, found = computes(lambda x: nn.functional.dropout(x, 0.05)), []
     for hooks in (saved_tensors_hooks(lambda x: x.detach(), lambda x: x), contextlib.nullcontext()):
         x = rows()
@@ -158,14 +158,14 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
 
 
 @pytest.mark.slow
-def test_a_llama_keeps_at_most_half_of_what_bf16_keeps():
+def test_llama_saves_at_most_half_the_bytes_of_bf16():
     bf16 = kept_bytes()
     assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
     assert kept_bytes("fp8", "msamp:O2") < 0.44 * bf16
     assert kept_bytes("fp8+attention", "msamp:O2") < 0.39 * bf16
 
 
-def test_a_tensor_that_two_operations_keep_is_packed_once():
+def test_tensor_saved_by_two_operations_is_packed_once():
     norm = model_families.build("llama", **SIZES["llama"]).model.norm
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
@@ -177,7 +177,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
-def test_the_result_of_an_activation_is_computed_from_the_codes_of_what_it_read(activation):
+def test_activation_result_is_recomputed_from_input_codes(activation):
     """The result takes no memory: backward recomputes the function from the decoded input."""
 
     class Gates(nn.Module):
@@ -217,7 +217,7 @@ def saved_by_nodes(result: torch.Tensor) -> list[tuple[str, torch.Tensor | saved
     return found
 
 
-def test_statistics_masks_weights_and_expanded_tensors_are_left_alone():
+def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_statistics_masks_weights_and_expanded_tensors_are_left_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
-def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(family, value):
+def test_models_pack_listed_nodes_and_attention_on_request(family, value):
     result = prepared(family, value)(input_ids=IDS, labels=IDS).loss
     packed = {name for name, data in saved_by_nodes(result) if isinstance(data, saved_activations.Held)}
     listed = {name for name, kept in NODES.items() if value == "fp8+attention" or not kept.attention}
@@ -256,7 +256,7 @@ def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(famil
 # compatible settings
 
 
-def test_a_graph_that_nobody_runs_backward_through_is_freed():
+def test_graph_without_backward_is_freed():
     """A kept result references its node, and the node its saved tensors."""
     results = []
 
@@ -271,7 +271,7 @@ def test_a_graph_that_nobody_runs_backward_through_is_freed():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_recomputed_is_not_packed(reentrant):
+def test_recomputed_activations_are_not_packed(reentrant):
     off, on = prepared(value="off"), prepared()
     for model in (off, on):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -286,7 +286,7 @@ def test_what_is_recomputed_is_not_packed(reentrant):
 @pytest.mark.parametrize(
     "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
 )
-def test_compiled_code_is_left_alone(what, backend, tensors):
+def test_compiled_code_is_not_packed(what, backend, tensors):
     """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among equal blocks."""
     found, graphs = {}, {}
     for value in ("off", "fp8"):
@@ -305,7 +305,7 @@ def test_compiled_code_is_left_alone(what, backend, tensors):
         assert (found["fp8"][name] - exact).norm() <= 2**-4 * exact.norm(), name
 
 
-def test_hooks_of_others_win():
+def test_foreign_saved_tensor_hooks_take_precedence():
     off, on = blocks("off"), blocks()
     found = []
     for model in (off, on):
@@ -324,7 +324,7 @@ def test_backward_runs_twice_through_a_retained_graph():
     assert torch.equal(first, second)
 
 
-def test_a_second_derivative_is_refused_and_exact_in_evaluation():
+def test_second_derivative_is_refused_in_training_and_exact_in_evaluation():
     model, x = computes(lambda x: x.sin() * x), rows()
     with pytest.raises(FP8BackendError, match="create_graph=True: what was kept in FP8"):
         torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
@@ -334,14 +334,14 @@ def test_a_second_derivative_is_refused_and_exact_in_evaluation():
     assert torch.allclose(second, 2 * x.cos() - x * x.sin(), atol=1e-5)
 
 
-def test_fp64_is_left_alone_so_that_gradients_can_be_checked():
+def test_fp64_is_not_packed_for_gradcheck():
     model = computes(lambda x: nn.functional.silu(x.expand(FEWEST // 4, -1) * 1)[:2])
     x = torch.randn(1, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(model[0], x, fast_mode=True)
     assert saved_bytes(model).tensors == 0
 
 
-def test_transforms_and_forwards_without_a_gradient_are_left_alone():
+def test_transforms_and_gradientless_forwards_are_not_packed():
     model, x = computes(lambda x: (x * 1).square()), rows().detach()
     assert torch.allclose(torch.func.grad(lambda x: model[0](x).sum())(x), 2 * x)
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -351,7 +351,7 @@ def test_transforms_and_forwards_without_a_gradient_are_left_alone():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_fails_leaves_nothing_behind(error):
+def test_failed_forward_leaves_no_hooks(error):
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise error
 
@@ -388,7 +388,7 @@ def test_codes_are_freed_as_backward_reads_them():
     assert len(codes) == 8 and left == sorted(left, reverse=True) and left[-1] <= 2
 
 
-def test_threads_do_not_see_each_other():
+def test_threads_pack_independently():
     model, found = blocks(), {}
     (alone,) = torch.autograd.grad(model(x := rows()).sum(), x)
 
@@ -404,7 +404,7 @@ def test_threads_do_not_see_each_other():
     assert all(torch.equal(gradient, alone) for gradient in found.values()) and len(found) == 3
 
 
-def test_a_copy_packs_by_itself_and_a_restored_model_has_no_hooks():
+def test_copy_packs_independently_and_restore_removes_hooks():
     model = prepared()
     twin = copy.deepcopy(model)
     assert equal(gradients(model), gradients(twin))
@@ -416,12 +416,12 @@ def test_a_copy_packs_by_itself_and_a_restored_model_has_no_hooks():
     assert saved_bytes(model).tensors > 0
 
 
-def test_it_costs_nothing_where_it_is_off():
+def test_saved_activations_off_costs_nothing():
     modules = prepared(value="off").modules()
     assert not [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
 
 
-def test_a_layer_that_came_later_is_packed_when_the_model_is_prepared_again():
+def test_preparing_again_packs_added_layers():
     model = blocks()
     model.append(Gated())
     recipe = fp8_backends.NativeRecipeKwargs(saved_activations="fp8")
@@ -434,7 +434,7 @@ def test_a_layer_that_came_later_is_packed_when_the_model_is_prepared_again():
     assert saved_bytes(model).tensors == three == 3 * saved_bytes(two).tensors // 2
 
 
-def test_a_function_of_ones_own_is_packed_where_it_says_so():
+def test_custom_function_is_packed_on_request():
     class Square:
         @staticmethod
         def forward(ctx, x):
@@ -478,16 +478,16 @@ def test_any_backend_and_level_trains(backend):
 
 
 @pytest.mark.parametrize("value", ["", "none", False, "OFF", "off", "false"])
-def test_off_has_many_spellings(value):
+def test_off_accepts_every_spelling(value):
     assert resolve({"backend": "native", "saved_activations": value}).saved_activations == "off"
 
 
-def test_another_value_is_refused_by_name():
+def test_other_values_are_refused_by_name():
     with pytest.raises(RecipeError, match="saved_activations must be one of off, fp8, fp8"):
         resolve({"backend": "native", "saved_activations": "int4"})
 
 
-def test_an_audit_says_what_was_kept():
+def test_audit_reports_saved_bytes():
     model = prepared()
     assert fp8_backends.audit(model).saved_activations == {"tensors": 0, "bytes": 0, "plain_bytes": 0}
     gradients(model)

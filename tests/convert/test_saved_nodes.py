@@ -75,7 +75,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")])
-def test_an_activation_changed_in_place_is_never_computed_again_from_its_input(activation, change):
+def test_activation_changed_in_place_is_not_recomputed(activation, change):
     def ablated(gate, up):
         y = activation(gate)
         change(y)
@@ -88,7 +88,7 @@ def test_an_activation_changed_in_place_is_never_computed_again_from_its_input(a
     assert ((found[1] - exact[1]).abs() <= 2**-4 * exact[1].abs() + 1e-4).all()
 
 
-def test_a_forward_hook_that_ablates_neurons_is_seen():
+def test_forward_hook_ablating_neurons_takes_effect():
     """Write into the result of a separate activation module from a hook."""
 
     class Gated(nn.Module):
@@ -114,7 +114,7 @@ def test_a_forward_hook_that_ablates_neurons_is_seen():
 
 
 @pytest.mark.parametrize("changes", [0, 1])
-def test_an_input_changed_in_place_after_its_use_raises_as_in_pytorch(changes):
+def test_input_changed_in_place_after_use_raises(changes):
     def function(*tensors):
         y = tensors[0] * tensors[1]
         with torch.no_grad():
@@ -143,7 +143,7 @@ class MultiQuery(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["MQA", "Attention"])
-def test_attention_is_recognised_by_its_node_and_not_by_a_name(name):
+def test_attention_is_recognised_by_node_not_name(name):
     found, tensors = {}, {}
     for value in ("off", "fp8", "fp8+attention"):
         torch.manual_seed(0)
@@ -175,7 +175,7 @@ SENSITIVE = {
 
 
 @pytest.mark.parametrize("name", SENSITIVE)
-def test_sensitive_nodes_keep_what_they_save(name):
+def test_sensitive_nodes_are_not_packed(name):
     assert_exact(SENSITIVE[name], normal(0), normal(1))
 
 
@@ -203,7 +203,7 @@ def graph_of(result: torch.Tensor) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_operation_of_the_derivative_table_that_is_not_listed_is_exact_to_the_bit():
+def test_unlisted_operations_stay_exact():
     """Call each differentiable operation in several ways. New operations are not packed, either."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})
     model, found = prepared(), {}
@@ -253,7 +253,7 @@ FORMULAS = {
 }
 
 
-def test_the_bounds_were_derived_for_the_derivatives_that_pytorch_has():
+def test_bounds_match_derivatives_of_installed_pytorch():
     table = {entry["name"].split("(")[0]: entry for entry in derivatives()}
     for name, (results, formula) in FORMULAS.items():
         assert formula in table[name][results], name
@@ -289,7 +289,7 @@ ON_A_GPU = {"FusedRmsNormBackward0"}
 """Nodes made by PyTorch only on a GPU."""
 
 
-def test_every_listed_node_has_a_test_of_its_bound():
+def test_every_listed_node_has_a_bound_test():
     attention = {name for name, kept in NODES.items() if kept.attention}
     assert BOUNDS.keys() | ON_A_GPU | attention == NODES.keys()
     assert all(name.startswith("ScaledDotProduct") for name in attention)
@@ -344,7 +344,7 @@ class Recurrence(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["operations", "module"])
-def test_a_recurrence_multiplies_a_gradient_by_few_packed_factors(kind):
+def test_recurrence_bounds_number_of_packed_factors(kind):
     """Errors of one gate for each of 128 tokens would add up to 2.7 % times the root of 128, 31 %."""
     model = nn.Sequential(Recurrence(kind))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
@@ -359,13 +359,13 @@ def test_a_recurrence_multiplies_a_gradient_by_few_packed_factors(kind):
     assert 0 < (found[0] - found[1]).norm() <= 0.027 * MOST_FACTORS**0.5 * found[1].norm()
 
 
-def test_a_version_of_pytorch_that_does_not_say_whose_hooks_there_are_is_refused(monkeypatch):
+def test_pytorch_without_hook_introspection_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)  # stands for an older one
     with pytest.raises(fp8_backends.FP8BackendError, match="unpack_hook.*leave saved_activations out"):
         prepared()
 
 
-def test_packing_puts_no_hooks_in_force_while_a_module_runs():
+def test_packing_pushes_no_hooks_during_forward():
     seen = []
     model = prepared()
     gradients(

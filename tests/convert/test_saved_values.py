@@ -21,7 +21,7 @@ def off_by(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 64), (2, 50), (128, 96)], ids=str)  # the last: a CPU's own casts
-def test_a_value_is_off_by_at_most_a_sixteenth_of_itself(dtype, shape):
+def test_relative_error_is_at_most_a_sixteenth(dtype, shape):
     torch.manual_seed(0)
     magnitudes = torch.exp2(torch.randint(-12, 5, shape))  # far apart inside one block
     assert off_by((torch.randn(shape) * magnitudes).to(dtype)).max() <= 1
@@ -35,7 +35,7 @@ def test_any_strides_are_packed():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_are_unpacked_as_the_whole(dtype, monkeypatch):
+def test_parts_unpack_like_the_whole(dtype, monkeypatch):
     torch.manual_seed(0)
     values = packed(torch.randn(7, 9, 96).to(dtype))
     whole = values.unpacked((7, 9, 96))
@@ -44,7 +44,7 @@ def test_parts_are_unpacked_as_the_whole(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zeros_signs_nan_and_inf_stay_what_they_are(dtype):
+def test_zeros_signs_nan_and_inf_are_preserved(dtype):
     ends = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max, torch.finfo(dtype).min]
     values = torch.zeros(len(ends), 32).to(dtype)
     values[:, 0] = torch.tensor(ends).to(dtype)
@@ -63,6 +63,6 @@ def test_the_error_of_random_values_is_under_three_percent():
     assert 0.02 < error.norm() / values.norm() < 0.03
 
 
-def test_an_element_takes_33_32ths_of_a_byte():
+def test_element_takes_33_32ths_of_a_byte():
     values = torch.randn(64, 128)
     assert packed(values).nbytes == values.numel() * 33 / 32

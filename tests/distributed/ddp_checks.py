@@ -64,7 +64,7 @@ def no_sync(model):
     return model.no_sync() if isinstance(model, DistributedDataParallel) else torch.enable_grad()
 
 
-def check_ranks_stay_equal_and_learn_what_one_rank_learns():
+def check_ranks_stay_equal_and_match_one_rank():
     """30 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
     scales follow from the rows that a rank has, which is all that `dynamic` with its FP32 gradients shows, and a
     gradient that travels is rounded twice (0.037) in place of once (0.026). So no backend may show more than twice
@@ -104,7 +104,7 @@ def microbatches(model, index, count: int = 4) -> None:
     (mse(model, mine(10 * index + count - 1)) / count).backward()
 
 
-def check_microbatches_are_summed_in_fp32_and_travel_once():
+def check_microbatches_are_summed_in_fp32_and_reduced_once():
     for spec in ("msamp:O2", "msamp:O3", {"backend": "native", "gradient_comm": "fp8"}):
         with Traffic() as traffic:
             ddp, _ = scenario(microbatches, spec=spec, steps=1, bucket_mb=25 if spec == "msamp:O3" else 0.01)
@@ -113,7 +113,7 @@ def check_microbatches_are_summed_in_fp32_and_travel_once():
         assert traffic.count("all_to_all_single") == buckets <= 4, traffic.calls
 
 
-def check_gradients_that_travel_after_each_microbatch_have_the_same_mean():
+def check_reduction_per_microbatch_gives_same_mean():
     """Test `sync_each_batch` of Accelerate: averaging averaged gradients again changes nothing."""
 
     def passes(model, index):
@@ -147,7 +147,7 @@ class Branches(nn.Module):
         return {"out": self.once(x) if use_once else x, "input": x.detach(), "more": [(x,), None]}
 
 
-def check_weights_unused_on_some_ranks_or_on_all_and_keyword_only_inputs():
+def check_unused_weights_and_keyword_only_inputs():
     def passes(model, index):
         x, y = mine(index)
         out = model(x=x, use_somewhere=dist.get_rank() == 0)["out"]
@@ -156,7 +156,7 @@ def check_weights_unused_on_some_ranks_or_on_all_and_keyword_only_inputs():
     scenario(passes, Branches(), find_unused_parameters=True)
 
 
-def check_a_rank_that_uses_no_scaled_weight_takes_part():
+def check_rank_without_scaled_weights_participates():
     class Chooses(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,7 +194,7 @@ def check_several_forwards_before_a_backward():
     scenario(passes)
 
 
-def check_one_forward_of_no_sync_and_one_that_travels_before_one_backward():
+def check_no_sync_forward_and_reduced_forward_before_one_backward():
     def passes(model, index):
         first = mse(model, mine(10 * index))
         with no_sync(model):
@@ -227,7 +227,7 @@ class Output:
     tokens: int
 
 
-def check_outputs_in_containers_of_all_kinds():
+def check_outputs_in_every_container():
     for put, take in (
         (lambda out: (out, 1), lambda out: out[0]),
         (lambda out: [None, {"x": out}], lambda out: out[1]["x"]),
@@ -243,7 +243,7 @@ def check_outputs_in_containers_of_all_kinds():
         scenario(passes, model, steps=1)
 
 
-def check_a_loss_that_no_output_of_forward_carries():
+def check_loss_outside_forward_outputs():
     """Keep the loss in the model: the first gradient signals the start of backward."""
 
     class Keeps(nn.Module):
@@ -294,13 +294,13 @@ def with_inputs_that_need_gradients(model, index):
     nn.functional.mse_loss(model(x.requires_grad_()), y).backward()
 
 
-def check_activation_checkpointing_of_both_kinds():
+def check_both_kinds_of_activation_checkpointing():
     for reentrant in (False, True):
         scenario(with_inputs_that_need_gradients, Checkpointed(reentrant))
     scenario(with_inputs_that_need_gradients, Checkpointed(False, shared=True))
 
 
-def check_a_second_gradient_after_the_first_has_left_is_named():
+def check_second_gradient_after_reduction_is_named():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -315,7 +315,7 @@ def check_a_second_gradient_after_the_first_has_left_is_named():
     ddp_connecting.refused(lambda: with_inputs_that_need_gradients(ddp, 0), "shared.weight", "use_reentrant=False")
 
 
-def check_a_backward_that_fails_leaves_no_trace():
+def check_failed_backward_leaves_no_trace():
     """Fail before the first gradient, so stock DDP continues, too; after a later failure it accepts no forward."""
     ddp, optimizer = wrapped("msamp:O2", mlp())
     other, its_optimizer = wrapped("msamp:O2", mlp())
@@ -338,7 +338,7 @@ def check_a_backward_that_fails_leaves_no_trace():
     assert everything(ddp.module, optimizer) == everything(other.module, its_optimizer)
 
 
-def check_forwards_without_a_step_leave_the_gradients_alone():
+def check_forwards_without_step_keep_gradients():
     """Profile the proof of `ao` inside DDP's own range: consecutive profilers there would overwrite activations."""
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128))))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -371,7 +371,7 @@ def check_compiled_ddp():
     assert_mean_gradients(ddp, twin, bound=0.05)
 
 
-def check_what_is_not_finite_on_one_rank_is_seen_by_the_scaler_of_all():
+def check_non_finite_gradient_on_one_rank_reaches_every_scaler():
     for spec in ("msamp:O2", {"backend": "msamp:O2", "gradient_comm": "plain"}):
         ddp, optimizer = wrapped(spec, mlp())
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -442,7 +442,7 @@ def check_a_joined_rank_contributes_zeros():
         assert all(p.grad is None for p in scaled(ddp.module).values())
 
 
-def check_division_by_the_ranks_that_are_left_is_refused():
+def check_division_by_remaining_ranks_is_refused():
     ddp, _ = wrapped("msamp:O2", mlp())
     ddp_connecting.refused(lambda: Join([ddp], divide_by_initial_world_size=False), "divide_by_initial_world_size")
 

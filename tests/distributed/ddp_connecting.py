@@ -43,7 +43,7 @@ def check_connecting_makes_all_ranks_equal_to_rank_0():
         assert dist.get_rank() or torch.allclose(model[0].weight.exact(), before, rtol=1e-3, atol=1e-6)
 
 
-def check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp():
+def check_subgroup_ddp_uses_its_group_and_timeout():
     rank, half = dist.get_rank(), dist.get_world_size() // 2
     groups = [dist.new_group(members, ranks.TIMEOUT) for members in (range(half), range(half, 2 * half))]
     mine_is = groups[rank >= half]
@@ -75,7 +75,7 @@ def check_connecting_again_changes_nothing():
     assert_equal_on_all_ranks(ddp, optimizer)
 
 
-def check_a_layer_thawed_later_trains_once_it_is_prepared_again():
+def check_unfrozen_layer_trains_after_preparing_again():
     model = mlp()
     model[2].requires_grad_(False)
     ddp, optimizer = wrapped("msamp:O2", model)
@@ -114,7 +114,7 @@ def check_a_forgotten_connection_is_refused_at_the_step():
     refused(its_optimizer.step, "prepare")
 
 
-def check_what_cannot_be_connected_is_refused_with_what_to_do():
+def check_unconnectable_models_are_refused_with_fix():
     ddp = DistributedDataParallel(mlp())
     refused(lambda: fp8_backends.prepare(ddp, None, "msamp:O2"), "first", "DistributedDataParallel(model)")
     assert not scaled(ddp.module)
@@ -124,18 +124,18 @@ def check_what_cannot_be_connected_is_refused_with_what_to_do():
     ddp = DistributedDataParallel(model)
     refused(lambda: fp8_backends.prepare(ddp, None, "msamp:O2"), "leave it alone", "last step")
     ddp = DistributedDataParallel(mlp())
-    ddp.register_comm_hook(None, allreduce_as_it_is)
+    ddp.register_comm_hook(None, unchanged_allreduce)
     spec = {"backend": "native:dynamic", "gradient_comm": "fp8"}
-    refused(lambda: fp8_backends.prepare(ddp, None, spec), "allreduce_as_it_is", "gradient_comm")
+    refused(lambda: fp8_backends.prepare(ddp, None, spec), "unchanged_allreduce", "gradient_comm")
 
 
-def allreduce_as_it_is(state, bucket):
+def unchanged_allreduce(state, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def check_what_a_user_put_on_the_ignore_list_stays_there():
+def check_user_ignore_list_is_kept():
     model = mlp()
     model.register_buffer("own", torch.full((3,), float(dist.get_rank())))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
@@ -145,7 +145,7 @@ def check_what_a_user_put_on_the_ignore_list_stays_there():
     assert {"own", "0.weight"} <= ddp.parameters_to_ignore
 
 
-def check_a_single_layer_and_a_compiled_module_inside_of_ddp():
+def check_single_layer_and_compiled_module_inside_ddp():
     for model in (nn.Linear(WIDTH, WIDTH), torch.compile(mlp()[:2], backend="eager")):
         ddp, optimizer = wrapped("msamp:O2", model, bucket_mb=25)  # dynamo wants stock sizes
         for index in range(2):
@@ -177,7 +177,7 @@ def check_copies_and_files_of_the_model():
 # Scaling states
 
 
-def check_agreement_takes_the_largest_amax_and_the_smallest_scale():
+def check_synchronization_takes_largest_amax_and_smallest_scale():
     rank, size = dist.get_rank(), dist.get_world_size()
     state = new_delayed_state(4)
     bits = state.view(torch.float32)
@@ -192,7 +192,7 @@ def check_agreement_takes_the_largest_amax_and_the_smallest_scale():
     assert bits[0, HISTORY] == 7 and state[0, ROLLS] == 2 + size and bits[0, SCALE] == 1
 
 
-def check_scales_follow_from_the_largest_amax_of_all_ranks():
+def check_scales_follow_largest_amax_of_all_ranks():
     ddp, optimizer = wrapped({"backend": "native:delayed", "amax_history_len": 4}, mlp())
     x, y = mine(0)
     x = x * (1 + 9 * dist.get_rank())
@@ -203,7 +203,7 @@ def check_scales_follow_from_the_largest_amax_of_all_ranks():
     assert_equal_on_all_ranks(ddp)
 
 
-def check_product_counters_are_each_rank_s_own():
+def check_product_counters_are_local():
     """Stock DDP copies rank 0's buffers to all ranks before each forward."""
     ddp, optimizer = wrapped("msamp:O2", mlp())
     for index in range(3):
@@ -218,7 +218,7 @@ def check_product_counters_are_each_rank_s_own():
 # Figures
 
 
-def check_bytes_that_a_rank_sends():
+def check_bytes_sent_by_a_rank():
     """All bytes count: scales, the map of used weights and scaling states too. DDP's own reduction is a ring."""
     figures = {}
     size = dist.get_world_size()
@@ -265,7 +265,7 @@ def check_buckets_leave_while_backward_runs():
     return figures
 
 
-def check_a_mean_does_not_depend_on_the_bucket():
+def check_mean_is_independent_of_buckets():
     """DDP rebuilds its buckets after its first backward, also in a resumed run: one bucket for all gradients, then for
     few each."""
     gradients = []

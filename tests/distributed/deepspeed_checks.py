@@ -41,7 +41,7 @@ import fp8_backends
 from fp8_backends.errors import RecipeError
 
 
-def check_an_fp32_engine_repeats_the_run_of_one_rank():
+def check_fp32_engine_matches_one_rank():
     """Both ranks see the same batches, so the mean gradient equals each rank's, and every number repeats."""
     data, worst = batches(4), 0.0
     for backend in COMPUTES:
@@ -59,7 +59,7 @@ def check_an_fp32_engine_repeats_the_run_of_one_rank():
     return {"worst": worst}
 
 
-def check_a_bf16_engine_stays_as_near_to_one_rank_as_fp8_does_to_bf16():
+def check_bf16_engine_is_as_close_as_fp8_to_bf16():
     """Each rank has half of every batch, so scales follow from halves, and the engine keeps bf16 weights where autocast
     keeps FP32. Bound: the engine's effect on a bf16 run plus twice FP8's effect on the one-rank run, since FP8 may move
     the engine's run as far in another direction."""
@@ -92,7 +92,7 @@ def _gap(losses: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
-def check_a_saved_run_resumes_to_the_bit():
+def check_saved_run_resumes_bitwise():
     data, folder = shares(batches(6)), ranks.shared_folder()
     for backend, stage in (*_every_stage("native:delayed"), ("native:window", 3), ("ao:tensorwise", 2)):
         with accelerator(stage, backend, bf16=True) as acc:
@@ -112,7 +112,7 @@ def check_a_saved_run_resumes_to_the_bit():
             assert all(map(same_on_all_ranks, states))
 
 
-def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
+def check_engine_checkpoints_hold_scaling_state():
     """Save like `transformers.Trainer`, which never calls `save_state`."""
     data, folder = shares(batches(6)), ranks.shared_folder()
     for stage in (2, 3):
@@ -130,7 +130,7 @@ def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
             assert train(acc, engine, optimizer, data[3:]) == unbroken
 
 
-def check_microbatches_add_up_and_the_window_rolls_once_a_step():
+def check_microbatches_accumulate_and_window_rolls_once_per_step():
     data = batches(6)
     for backend, stage in (*_every_stage("native:window"), ("native:delayed", 2), ("ao:rowwise", 3)):
         expected = train_alone(backend, data, accumulate=2)
@@ -160,7 +160,7 @@ def check_clipping_bounds_the_true_norm():
             assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(0.01, rel=1e-3)
 
 
-def check_checkpointed_activations_change_no_number():
+def check_activation_checkpointing_changes_no_bit():
     data = batches(3)
     for backend, stage in (("native:delayed", 2), ("native:rowwise", 3), ("ao:rowwise", 3)):
         expected = train_alone(backend, data)
@@ -196,7 +196,7 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
                 assert_products(model)
 
 
-def check_zero_3_trains_conv1d_as_linear_layers():
+def check_zero_3_trains_conv1d_like_linear_layers():
     data = batches(3)
     for backend in ("native:rowwise", "ao:tensorwise"):
         expected = train_alone(backend, data)
@@ -254,7 +254,7 @@ def check_a_compiled_engine_trains_and_proves_it():
         assert sum("2/2 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
 
 
-def check_a_json_with_auto_values_and_an_optimizer_of_its_own():
+def check_json_with_auto_values_and_own_optimizer():
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
         "scheduler": {

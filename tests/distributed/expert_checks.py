@@ -157,7 +157,7 @@ def check_fsdp2_recomputes_and_casts_its_shards() -> dict:
     return {"bf16 shards": losses}
 
 
-def check_delayed_states_of_every_expert_are_agreed_on() -> None:
+def check_delayed_states_of_every_expert_are_synchronized() -> None:
     spec = fp8_backends.FP8RecipeKwargs(backend="native:delayed", amax_history_len=4)
     for wrap in (in_ddp, in_fsdp2):
         _, model = trained("mixtral", spec, wrap)
@@ -170,7 +170,7 @@ def check_delayed_states_of_every_expert_are_agreed_on() -> None:
             assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
+def check_fp8_gradients_of_experts_are_reduced_on_request() -> None:
     spec = fp8_backends.FP8RecipeKwargs(backend="native:dynamic", gradient_comm="fp8")
     plain, _ = trained("mixtral", "native:dynamic", in_ddp)
     for wrap in (in_ddp, in_fsdp2):
@@ -179,7 +179,7 @@ def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
         assert losses != plain and max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.01
 
 
-def check_zero3_has_the_losses_of_ddp() -> dict:
+def check_zero3_matches_ddp_losses() -> dict:
     """Match bitwise with bf16 products in hardware. Otherwise DeepSpeed's plain linear function, as for the head, sums
     in another order: less than a unit of bf16 in a loss."""
     from deepspeed_training import accelerator
@@ -259,7 +259,7 @@ def sorted_stably():
 
 
 @sorted_stably()
-def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
+def check_expert_parallelism_matches_one_process() -> None:
     """Match bitwise in bf16, also with FP8 codes on the wire, used by fprop of rules that multiply them."""
     for (numbers, experts), scaling in itertools.product(ROUTES.values(), ("dynamic", "delayed", "rowwise", "mxfp8")):
         hidden, chosen, weights = routed(sum(numbers), 0, torch.bfloat16)
@@ -289,7 +289,7 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
                     assert torch.equal(gradient, expected), (case, name)
 
 
-def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
+def check_split_experts_have_codes_of_whole_experts() -> None:
     """transformers' tensor-parallel plan: parts' gradients to the bit; sums over ranks, rounded to bf16, to two
     units."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -313,7 +313,7 @@ def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 
 
-def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
+def check_bytes_of_token_exchange() -> dict[str, float]:
     """A pair of a token and an expert has 4 bytes a value on four ways in FP32; FP8 codes and a scale to the expert,
     and bf16 on the other three ways."""
     hidden, chosen, weights = routed(40, dist.get_rank())
@@ -344,7 +344,7 @@ class Sent(TorchDispatchMode):
 
 
 @sorted_stably()
-def check_expert_parallel_training_is_that_of_one_process() -> dict:
+def check_expert_parallel_training_matches_one_process() -> dict:
     """Mixtral's losses and weights to the bit, with one batch on all ranks, and the states of all experts on every
     rank."""
     found = {}
@@ -380,7 +380,7 @@ def ready(model, spec, lr=3e-3):
     return model, optimizer
 
 
-def check_tokens_of_one_batch_travel_as_codes() -> None:
+def check_tokens_of_one_batch_are_exchanged_as_codes() -> None:
     """Each rank sends its part of a common batch. With rowwise scales, loss and gradients match runs without FP8 on the
     wire bitwise, except the first weights', with one more cast."""
     model = build("mixtral")
@@ -403,7 +403,7 @@ def check_tokens_of_one_batch_travel_as_codes() -> None:
         assert torch.equal(gradient, found["fp8"][1][name]) == (not name.endswith("gate_up_proj")), name
 
 
-def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
+def check_exchanged_tokens_are_within_half_a_unit_of_e4m3() -> None:
     """2**-4 of a value, or half of the least code: 2**-10 of 1 at its row's scale."""
     spec = FP8RecipeKwargs(backend="native:dynamic", activation_comm="fp8")
     root = experts_in_fp8(spec, torch.float32, share=True)
@@ -427,7 +427,7 @@ def in_transformers_fsdp2(model, **sizes):
     return model.maybe_distribute_model(model, config, initialize_distributed_mesh(config)[1])
 
 
-def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() -> dict:
+def check_expert_parallel_ranks_resume_and_save_whole_weights() -> dict:
     """transformers' FSDP2 shards the other layers, and tokens travel as codes."""
     import transformers
 

@@ -60,7 +60,7 @@ def same(a, b):
     return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check_ddp_writes_the_codes_that_every_rank_has_where_masters_are_shared_out():
+def check_ddp_exports_codes_when_masters_are_sharded():
     model, _ = trained("msamp:O3", DistributedDataParallel)
     to = folder()
     result = fp8_backends.checkpoints.export(model, to)
@@ -73,7 +73,7 @@ def check_ddp_writes_the_codes_that_every_rank_has_where_masters_are_shared_out(
     assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
 
 
-def check_a_weight_that_the_format_cannot_hold_needs_its_master():
+def check_weight_outside_the_format_needs_its_master():
     model, optimizer = trained("msamp:O3", DistributedDataParallel, inner=257)
     to = folder()
     try:
@@ -86,7 +86,7 @@ def check_a_weight_that_the_format_cannot_hold_needs_its_master():
     assert len(result.exact) == 8 and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
 
 
-def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
+def check_fsdp2_rounds_whole_weights_like_one_process():
     for spec in ("native:blockwise", "msamp:O3"):
         model, _ = trained(spec, in_fsdp2)
         to = folder()
@@ -119,7 +119,7 @@ class Adapted(torch.nn.Module):
         return self.base(self.adapter(x))
 
 
-def check_ddp_trains_adapters_over_the_codes_of_the_first_rank():
+def check_ddp_trains_adapters_over_codes_of_first_rank():
     spec = fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True, exclude=["adapter"])
     model = Adapted()
     first = [each.detach().clone() for each in (model.base.weight, model.base.weight_scale_inv)]

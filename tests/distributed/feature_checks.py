@@ -19,7 +19,7 @@ from fp8_backends.errors import FP8BackendError
 
 def check(feature: Feature, backend: str) -> None:
     try:
-        feature_runs.as_in_the_table(feature, backend, Path(ranks.shared_folder()))
+        feature_runs.run_as_listed(feature, backend, Path(ranks.shared_folder()))
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
@@ -38,7 +38,7 @@ def checks() -> dict:
 globals().update(checks())
 
 
-def check_a_hook_that_is_registered_by_hand_is_refused_beside_scaled_weights():
+def check_manual_ddp_hook_is_refused_with_scaled_weights():
     """Register after the model is connected, and before."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -147,7 +147,7 @@ def check_a_bf16_model():
         assert losses[-1] < losses[0] - 0.5, (spec, losses)
 
 
-def check_states_of_an_optimizer_that_took_steps():
+def check_states_of_a_stepped_optimizer():
     """They are sharded with the parameters, by name; in FP8 they are rounded once: E4M3 to nearest, 1/16 at most."""
     for spec in ("native:dynamic", "msamp:O1", "msamp:O2"):
         model, optimizer, scheduler = new()
@@ -264,7 +264,7 @@ def check_cpu_offload():
         assert losses[-1] < losses[0], (spec, losses)
 
 
-def check_what_other_engines_cannot_do_is_refused():
+def check_unsupported_engine_features_are_refused():
     for spec, options, text in (
         ("msamp:O2", {"version": 1}, "fsdp_version"),
         (GATHERED_BY_AO, {"kind": DistributedType.MULTI_CPU}, "FSDP2"),

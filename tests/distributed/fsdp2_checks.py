@@ -43,7 +43,7 @@ def check_losses():
     return {name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS) for name, (spec, rows) in TRAINED.items()}
 
 
-def check_a_model_that_is_one_layer_is_proven():
+def check_single_layer_model_is_proven():
     for spec in ("ao:tensorwise", GATHERED_BY_AO):
         layer = nn.Linear(32, 32)
         fp8_backends.prepare(layer, None, spec)
@@ -80,7 +80,7 @@ def check_shards_of_scaled_weights():
         assert local_part(model.loudness.weight).shape[0] == (1, 0)[dist.get_rank()]
 
 
-def check_what_is_copied_into_shards_gets_one_scale():
+def check_values_copied_into_shards_get_one_scale():
     """Agree at the next gather at the latest: each rank had a scale for its own rows."""
     for level in ("O2", "O3", "O4"):
         model, _ = prepared(f"msamp:{level}")
@@ -105,7 +105,7 @@ def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
     return ((result - exact).double().norm() / exact.double().norm()).item()
 
 
-def check_gradients_are_those_of_the_whole_batch():
+def check_gradients_match_whole_batch():
     """A gradient is rounded to E4M3 twice, on the wire and at rest: 0.026 each, 0.037 together. Both sides have the
     same FP8 products, except for the amax of half a batch or of a whole one."""
     figures = {}
@@ -127,7 +127,7 @@ def check_gradients_are_those_of_the_whole_batch():
     return figures
 
 
-def check_no_gradient_keeps_the_buffer_of_its_unit():
+def check_gradients_free_the_unit_buffer():
     """A bias's view of the FP32 buffer would keep the gradients of all weights in the unit alive."""
     model, _ = prepared("msamp:O2")
     for name, gradient in _gradients(model, batches(1)[0]).items():
@@ -149,7 +149,7 @@ def check_preparing_again():
     assert not model.loudness.weight._post_accumulate_grad_hooks
 
 
-def check_the_reduction_that_fsdp2_asks_for():
+def check_requested_reduction_is_applied():
     """Test AVG, SUM, and PREMUL_SUM, the form of a custom divide factor."""
     averaged = None
     for factor in (None, 1.0, 8.0):
@@ -234,7 +234,7 @@ def check_plain_gradients_on_request():
         assert counted.count("reduce_scatter") and not counted.count("all_to_all")
 
 
-def check_another_torch_is_named():
+def check_unsupported_torch_is_named():
     """The reduce-scatter's base class is private to torch: without it FP8 gradients are refused, plain ones not."""
     base = fsdp_api.ReduceScatter
     fsdp2._reduce_scatter_class.cache_clear()
@@ -290,7 +290,7 @@ def check_loading_after_a_forward():
     assert all(torch.equal(whole(value), whole(saved[name])) for name, value in other.state_dict().items())
 
 
-def check_frozen_and_tied_weights_stay():
+def check_frozen_and_tied_weights_are_kept():
     for spec in ("msamp:O2", "msamp:O3"):
         model, optimizer = prepared(spec)
         before = whole(model.state_dict()["frozen.weight"])
@@ -299,7 +299,7 @@ def check_frozen_and_tied_weights_stay():
         assert model.head.weight is model.embedding.weight
 
 
-def check_eval_in_between_changes_nothing():
+def check_evaluation_between_steps_changes_nothing():
     model, optimizer = prepared("msamp:O3")
     train(model, optimizer, 2)
     saved = {name: whole(value) for name, value in model.state_dict().items()}
@@ -311,7 +311,7 @@ def check_eval_in_between_changes_nothing():
     train(model, optimizer, 1)
 
 
-def check_what_is_sharded_too_early_is_refused_by_name():
+def check_weights_sharded_too_early_are_refused_by_name():
     for spec, text in (("msamp:O2", "then fully_shard"), (GATHERED_BY_AO, "before fully_shard")):
         torch.manual_seed(0)
         model = shard(Net(80))

@@ -42,7 +42,7 @@ def assert_same(runs: list[tuple[list[float], dict[str, torch.Tensor]]]) -> None
     assert all(torch.equal(before[name], after[name]) for name in before), "weights differ"
 
 
-def check_training_is_that_of_plain_gathers_to_the_bit():
+def check_training_matches_plain_gathers_bitwise():
     """Include uneven and empty shards, evaluation in between, and units left gathered after forward."""
     stays_gathered = {"reshard_after_forward": False}
     for spec, options in (*((spec, {}) for spec in SPECS), *((spec, stays_gathered) for spec in SPECS[1:4:2])):
@@ -58,7 +58,7 @@ def check_training_is_that_of_plain_gathers_to_the_bit():
         assert_same(runs)
 
 
-def check_a_rank_without_tokens():
+def check_rank_without_tokens():
     """Its gradients are zeros, as with plain gathers."""
     for spec in ("native:rowwise", "msamp:O2"):
         runs = []
@@ -71,7 +71,7 @@ def check_a_rank_without_tokens():
         assert_same(runs)
 
 
-def check_writes_that_nobody_counts():
+def check_untracked_writes_to_weights():
     """Write through `.data`, where an outdated amax would clip new values; and load a state dict in between."""
     runs = []
     for model, optimizer in both("native:rowwise"):
@@ -87,7 +87,7 @@ def check_writes_that_nobody_counts():
     assert_same(runs)
 
 
-def check_gathering_ahead():
+def check_prefetched_gathers():
     """Gather before the forward that reads the weights, before scales roll, and before a layer switches to
     evaluation."""
     runs = []
@@ -103,7 +103,7 @@ def check_gathering_ahead():
     assert_same(runs)
 
 
-def check_what_is_gathered():
+def check_gathered_tensors():
     """Gather codes for fprop and dgrad in training, and the stored weight in evaluation."""
     seen = []
     for spec in ("native:rowwise", "native:dynamic+msamp:O2"):
@@ -242,7 +242,7 @@ def check_checkpointed_blocks():
         assert_same(runs)
 
 
-def check_a_backward_that_finds_other_weights_is_refused_by_name():
+def check_backward_on_other_weights_is_refused_by_name():
     model, _ = prepared(FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True))
     loss = loss_of(model, batches(1)[0])
     model.eval()

@@ -49,7 +49,7 @@ def kinds(optimizer) -> list[tuple[int, str]]:
     return [(fault.step, fault.kind) for fault in guard.faults(optimizer)]
 
 
-def check_what_one_rank_clips_all_ranks_leave_out():
+def check_clipping_on_one_rank_skips_step_on_all():
     model, optimizer = training("native:delayed")
     for _ in range(3):
         step(model, optimizer)
@@ -59,7 +59,7 @@ def check_what_one_rank_clips_all_ranks_leave_out():
     assert on_all_ranks(kinds(optimizer)) == [[(4, "clipped")]] * 2
 
 
-def check_a_bit_of_a_stored_weight_or_of_a_scale_is_named():
+def check_flipped_bit_of_weight_or_scale_is_named():
     model, optimizer = training("msamp:O2")
     step(model, optimizer)
     if dist.get_rank() == 1:
@@ -71,7 +71,7 @@ def check_a_bit_of_a_stored_weight_or_of_a_scale_is_named():
     assert fault.figures == "rank 1 holds other values than the first"
 
 
-def check_a_rank_that_runs_no_backward_is_named_and_stays_with_the_others():
+def check_rank_without_backward_is_named_and_stays_synchronized():
     model, optimizer = training("native:dynamic")
     for number in range(4 + dist.get_rank()):
         if dist.get_rank() == 1 and number == 2:
@@ -83,7 +83,7 @@ def check_a_rank_that_runs_no_backward_is_named_and_stays_with_the_others():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def check_fsdp2_adds_up_what_the_shards_show():
+def check_fsdp2_sums_statistics_of_shards():
     for backend in ("native:delayed", "msamp:O2"):
         model, optimizer = training(backend, shard=True)
         for _ in range(3):
@@ -102,7 +102,7 @@ def check_fsdp2_adds_up_what_the_shards_show():
         assert kinds(optimizer) == [(4, "gradient")]
 
 
-def check_a_parameter_of_one_rank_that_is_not_finite_stops_all_ranks():
+def check_non_finite_parameter_of_one_rank_stops_all_ranks():
     for backend, shard, place in (
         ("native:delayed", False, "4.bias"),
         ("msamp:O4", False, "2.weight"),

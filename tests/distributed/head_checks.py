@@ -59,7 +59,7 @@ def check_ddp():
         assert all(same_on_all_ranks(value) for value in model.state_dict().values())
 
 
-def check_fsdp2_runs_the_head_as_ever():
+def check_fsdp2_runs_ordinary_head():
     def shard(model):
         for layer in model.model.layers:
             fully_shard(layer)

@@ -265,7 +265,7 @@ def check_cell(backend: str, engine: str) -> dict:
             assert all(count[kind] >= 8 for count in products.values() for kind in ("fprop", "dgrad", "wgrad"))
 
         if engine in split_models.ENGINES:
-            check_alike_on_all_ranks(model)
+            check_equal_on_all_ranks(model)
         folder = [tempfile.mkdtemp()]
         if engine != "single":
             dist.broadcast_object_list(folder)
@@ -280,12 +280,12 @@ def check_cell(backend: str, engine: str) -> dict:
         assert all(torch.equal(weights[name], again[name]) for name in weights)
         assert train(accelerator, model, optimizer, data[8:], engine) == unbroken
     if engine in split_models.ENGINES:
-        check_as_on_one_process(engine, losses)
+        check_equal_to_one_process(engine, losses)
     EAGER[backend, engine] = losses
     return {"losses": losses}
 
 
-def check_alike_on_all_ranks(model: nn.Module) -> None:
+def check_equal_on_all_ranks(model: nn.Module) -> None:
     """The scaling states of a stateful rule, though each rank has seen other tokens."""
     for name, layer in model.named_modules():
         if (state := getattr(layer, "fp8_scaling", None)) is not None:
@@ -294,7 +294,7 @@ def check_alike_on_all_ranks(model: nn.Module) -> None:
             assert all(torch.equal(each, state) for each in states), name
 
 
-def check_as_on_one_process(engine: str, losses: list[float]) -> None:
+def check_equal_to_one_process(engine: str, losses: list[float]) -> None:
     """Compare the mean over ranks with the loss of whole sequences in FP32 on this process, up to FP8 rounding."""
     means = torch.tensor(losses)
     dist.all_reduce(means)
@@ -346,7 +346,7 @@ EAGER: dict[tuple[str, str], list[float]] = {}
 """Losses of earlier cells."""
 
 
-def check_losses_over_a_mesh_are_those_of_one_process() -> dict:
+def check_losses_over_a_mesh_match_one_process() -> dict:
     """Cut layers over each of two pairs of ranks, and shard the parts over the pairs by FSDP2. All see one batch, so
     dynamic scales match one process, and so do losses in FP32, up to the order of sums."""
     from engines import cut_layers
@@ -409,7 +409,7 @@ def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOL
     for engine in engines:
         column = ENGINES[engine]
         if engine == "TPxDP" and "native:dynamic" in backends:
-            made["check_TPxDP_losses"] = check_losses_over_a_mesh_are_those_of_one_process
+            made["check_TPxDP_losses"] = check_losses_over_a_mesh_match_one_process
         for backend in (each for each in backends if column.run is None or each in column.run):
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
             if not nightly and not in_the_default_run(backend, engine):

@@ -59,7 +59,7 @@ def check_ddp():
     same_losses_and_one_writer("native:delayed", sharded=False)
 
 
-def check_ddp_with_states_that_ranks_share():
+def check_ddp_with_sharded_states():
     same_losses_and_one_writer("msamp:O2", sharded=False, stored=STORED)
 
 

@@ -116,7 +116,7 @@ def mean_over_ranks(values: list[torch.Tensor]) -> list[torch.Tensor]:
 # test_sync.py
 
 
-def check_gradients_stay_on_a_rank_under_no_sync_and_are_equal_after_it():
+def check_no_sync_keeps_gradients_local():
     """`test_distributed_sync`."""
     for backend in BACKENDS:
         pair = Pair(backend)
@@ -139,7 +139,7 @@ def check_gradients_stay_on_a_rank_under_no_sync_and_are_equal_after_it():
         pair.assert_equal_weights()
 
 
-def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
+def check_accumulation_matches_bare_loop():
     """Port `test_gradient_accumulation_with_opt_and_scheduler`, with and without `sync_each_batch`. A scheduler steps
     once per rank; the last step has one microbatch."""
     for backend in BACKENDS:
@@ -176,7 +176,7 @@ def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
 # test_ops.py
 
 
-def check_weights_and_gradients_go_through_accelerates_operations_as_plain_tensors():
+def check_accelerates_operations_see_plain_tensors():
     """Compare `gather`, `broadcast`, `reduce` and `pad_across_processes` of a training model's weight and gradient with
     results for a plain copy."""
     for backend in BACKENDS:
@@ -217,7 +217,7 @@ def check_sharded_weights_merge_into_a_plain_file():
 # examples/by_feature
 
 
-def check_local_steps_are_refused_where_one_rank_steps_for_all():
+def check_local_steps_with_sharded_states_are_refused():
     pair = Pair("msamp:O3")
     with pair.accelerator.no_sync(pair.model):
         pair.accelerator.backward(mse(pair.model, mine(0)))
@@ -233,7 +233,7 @@ def check_local_steps_are_refused_where_one_rank_steps_for_all():
             pass  # it averages weights at its end
 
 
-def check_a_loss_that_counts_tokens_accumulates_by_hand():
+def check_token_weighted_loss_accumulates_manually():
     """gradient_accumulation_for_autoregressive_models.py: all microbatches of a step share one divisor, under DDP's
     own `no_sync`, and Accelerate knows of one step only."""
     for backend in BACKENDS:
@@ -258,7 +258,7 @@ def check_a_loss_that_counts_tokens_accumulates_by_hand():
         pair.assert_equal_weights()
 
 
-def check_metrics_are_gathered_once_for_each_row():
+def check_metrics_are_gathered_once_per_row():
     """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one process."""
     for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # with scales independent of the current rows
         pair = Pair(backend)
@@ -276,7 +276,7 @@ def check_metrics_are_gathered_once_for_each_row():
         assert torch.equal(targets, y) and torch.equal(predictions, expected), backend
 
 
-def check_values_of_gradients_are_clipped():
+def check_gradient_values_are_clipped():
     """`clip_grad_value_` of Accelerate, on averaged gradients."""
     for backend in BACKENDS:
         pair = Pair(backend)
@@ -293,7 +293,7 @@ def check_values_of_gradients_are_clipped():
 # Further behaviour under DDP
 
 
-def check_microbatches_travel_once_a_step():
+def check_microbatches_are_reduced_once_per_step():
     accelerator = fresh_accelerator("msamp:O2", gradient_accumulation_steps=4)
     model = mlp()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
@@ -335,7 +335,7 @@ def check_a_loss_scaler_skips_on_all_ranks():
     pair.assert_equal_on_all_ranks()
 
 
-def check_a_model_with_nothing_for_ddp_is_refused():
+def check_model_without_ddp_parameters_is_refused():
     model = nn.Sequential(nn.Linear(32, 32, bias=False))
     with pytest.raises(FP8BackendError, match="exclude"):
         fresh_accelerator("msamp:O2").prepare(model, torch.optim.AdamW(model.parameters()))

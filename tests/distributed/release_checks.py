@@ -44,7 +44,7 @@ class Branches(nn.Module):
 
 
 @contextlib.contextmanager
-def elements_that_wait(count: int):
+def pending_elements(count: int):
     before, gradient_release.PENDING = gradient_release.PENDING, count
     try:
         yield
@@ -52,23 +52,23 @@ def elements_that_wait(count: int):
         gradient_release.PENDING = before
 
 
-def same_as_usual(usual, ours, count: int) -> None:
-    with elements_that_wait(count):
+def equal_to_usual_order(usual, ours, count: int) -> None:
+    with pending_elements(count):
         for seed in range(3):
             assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
     assert everything(*ours) == everything(*usual)
     assert_equal_on_all_ranks(*ours)
 
 
-def check_ddp_averages_are_stepped_with_bucket_by_bucket():
+def check_ddp_steps_bucket_by_bucket():
     for count, level, comm in ((1, "O2", "plain"), (2**13, "O4", "fp8")):
         specs = {"backend": f"msamp:{level}", "gradient_comm": comm}, released(level, gradient_comm=comm)
-        same_as_usual(*(ddp_training.wrapped(spec, ddp_training.mlp()) for spec in specs), count)
+        equal_to_usual_order(*(ddp_training.wrapped(spec, ddp_training.mlp()) for spec in specs), count)
 
 
-def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
+def check_weights_unused_on_some_ranks_step_as_usual():
     specs = "msamp:O2", released("O2")
-    same_as_usual(*(ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in specs), 1)
+    equal_to_usual_order(*(ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in specs), 1)
 
 
 def check_accelerate_trains_as_usual():
@@ -94,13 +94,13 @@ def check_gradients_are_dropped_while_backward_runs():
         seen.append(is_dropped(last.grad) and not torch.equal(last.dequantize(), before))
 
     model.module[0].weight.register_post_accumulate_grad_hook(look)
-    with elements_that_wait(1):
+    with pending_elements(1):
         ddp_training.mse(model, ddp_training.mine(1)).backward()
     assert seen == [True] and all(is_dropped(weight.grad) for weight in ddp_training.scaled(model).values())
     optimizer.step()
 
 
-def check_gradients_that_stay_are_refused():
+def check_kept_gradients_are_refused():
     model, optimizer = ddp_training.wrapped(released("O2"), ddp_training.mlp())
     with model.no_sync(), pytest.raises(FP8BackendError, match="gradient_release.*no_sync.*synchronize"):
         ddp_training.mse(model, ddp_training.mine(0)).backward()
@@ -112,12 +112,12 @@ def on_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str
     return [digest(local_part(tensor)) for tensors in stored for tensor in tensors]
 
 
-def check_shards_are_stepped_with_after_their_reduction():
+def check_shards_step_after_reduction():
     for index, level in enumerate(LEVELS):
         usual = fsdp2_training.prepared(f"msamp:{level}")
         model, optimizer = fsdp2_training.prepared(released(level))
         losses = fsdp2_training.train(*usual, 3)
-        with elements_that_wait(SIZES[index % len(SIZES)]):
+        with pending_elements(SIZES[index % len(SIZES)]):
             for ids, expected in zip(fsdp2_training.batches(3), losses, strict=True):
                 loss = fsdp2_training.loss_of(model, ids)
                 loss.backward()

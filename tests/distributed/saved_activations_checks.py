@@ -56,7 +56,7 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def check_ddp_and_fsdp2_train_as_without():
+def check_ddp_and_fsdp2_losses_stay_unchanged():
     for wrap, backend in ((DistributedDataParallel, "native:dynamic"), (sharded, "msamp:O2")):
         off, _ = losses(wrap, "off", backend)
         on, model = losses(wrap, "fp8", backend)
@@ -66,7 +66,7 @@ def check_ddp_and_fsdp2_train_as_without():
         assert saved_bytes(model).tensors == 6, saved_bytes(model)
 
 
-def check_a_gathered_weight_is_not_kept():
+def check_gathered_weight_is_not_saved():
     """FSDP2 frees weights gathered for the forward of a block at its end."""
     _, model = losses(sharded, "fp8", "native:dynamic")
     y = model(torch.randn(64, WIDTH))

@@ -86,7 +86,7 @@ def over_all_ranks() -> tuple:
     return init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
 
 
-def over_half_of_the_ranks() -> tuple:
+def two_replicas() -> tuple:
     """A mesh with two replicas, as under HSDP."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]
 
@@ -153,7 +153,7 @@ def held(pair: tuple) -> tuple:
     return [p for group in pair[1].param_groups for p in group["params"]], pair[1]
 
 
-def check_shards_step_save_and_load_as_one_rank_does():
+def check_shards_step_save_and_load_like_one_rank():
     """One non-finite row on one rank zeroes the whole gradient. Muon and Adafactor gather matrices, and each rank keeps
     its rows."""
     kinds = [(level, "stochastic", torch.optim.AdamW) for level in STATE_FORMATS]
@@ -162,7 +162,7 @@ def check_shards_step_save_and_load_as_one_rank_does():
     for level, rounding, make in kinds:
         states = rule(level, rounding)
         ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
-        hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
+        hybrid = held(sharded(level, states, make, two_replicas()))
         for seed, bad in enumerate((None, float("nan"), float("inf"))):
             for pair in (ours, hybrid, reference):
                 step(*pair, seed, bad)
@@ -174,16 +174,16 @@ def check_shards_step_save_and_load_as_one_rank_does():
         back, theirs = held(alone(level, states, make)), held(sharded(level, states, make))
         back[1].load_state_dict(ours[1].state_dict())
         theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-        through_files = [held(sharded(level, states, make, lies)) for lies in (None, over_half_of_the_ranks())]
+        through_files = [held(sharded(level, states, make, lies)) for lies in (None, two_replicas())]
         for pair in through_files:
             save_and_load(ours, pair)
         for pair in (back, theirs, *through_files):
             assert_same_states(pair, reference)
         if make is torch.optim.AdamW:
-            loads_what_rank_0_has(level, states, ours, reference)
+            load_from_rank_0_only(level, states, ours, reference)
 
 
-def loads_what_rank_0_has(level: str, states: StateRule, ours: tuple, reference: tuple) -> None:
+def load_from_rank_0_only(level: str, states: StateRule, ours: tuple, reference: tuple) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole_one = get_optimizer_state_dict(Holder(ours[0]), ours[1], options=options)
     assert bool(whole_one) is (dist.get_rank() == 0)
@@ -198,7 +198,7 @@ def loads_what_rank_0_has(level: str, states: StateRule, ours: tuple, reference:
             step(*reference, 7)
 
 
-def check_gradients_that_stay_on_a_rank_are_refused():
+def check_unreduced_gradients_are_refused():
     recipe = fp8_backends.resolve({"backend": "msamp:O2", "on_unproven": "warn"})
     model = nn.Sequential(nn.Linear(64, 32))
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
@@ -229,7 +229,7 @@ def save_and_load(ours: tuple, theirs: tuple) -> None:
     set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
 
 
-def check_what_one_rank_refuses_all_refuse():
+def check_refusal_on_one_rank_reaches_all():
     """A fault in the rows of one rank: the others would wait for it when scales are agreed on."""
     ours = sharded("O2", rule("O2"))
     step(*ours, 0)
@@ -242,7 +242,7 @@ def check_what_one_rank_refuses_all_refuse():
         assert all(torch.equal(whole(saved[name]), whole(before["state"][key][name])) for name in saved)
 
 
-def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters():
+def check_stepped_and_changed_optimizer_is_converted():
     """Accelerate converts an optimizer with states, and replaces its parameters by shards, in place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
     stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
@@ -329,7 +329,7 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def check_shared_out_states_train_as_whole_ones_do_and_resume():
+def check_sharded_states_match_whole_states_and_resume():
     """Each rank steps its own weights; gathered states resume to the bit, shared out or not."""
     kinds = [
         ("O3", torch.optim.AdamW),
@@ -362,7 +362,7 @@ def check_shared_out_states_train_as_whole_ones_do_and_resume():
             assert all(resumed.owns(p) for p in resumed.state)
 
 
-def check_shared_out_states_are_not_exported_in_part():
+def check_partial_export_of_sharded_states_is_refused():
     model, optimizer = under_ddp("O4")
     train(model, optimizer, range(1))
     others = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is None]
@@ -380,7 +380,7 @@ def check_shared_out_states_are_not_exported_in_part():
     assert train(model, optimizer, range(1, 3))[-1] > 0
 
 
-def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8_values():
+def check_weight_with_remote_master_is_never_read_as_fp8():
     """Evaluation and training multiply by the FP8 values on all ranks; any other read is exact or raises."""
     for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
@@ -420,7 +420,7 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
         assert train(model, optimizer, range(1, 3))[-1] > 0
 
 
-def check_new_values_are_the_same_weights_on_all_ranks():
+def check_new_values_are_equal_on_all_ranks():
     """Round to FP16, or to code and residual, before FP8: the owner, and so every other rank."""
     for level in ("O3", "O4"):
         model, _ = under_ddp(level)
@@ -438,7 +438,7 @@ def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
 
-def check_accelerate_saves_and_loads_what_is_shared_out():
+def check_accelerate_saves_and_loads_sharded_states():
     folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     assert optimizer.optimizer.fp8_owners is not None
@@ -460,7 +460,7 @@ def check_accelerate_saves_and_loads_what_is_shared_out():
         assert train(model, optimizer, range(3, 5)) == losses
 
 
-def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
+def check_scaling_state_refused_by_one_rank_is_refused_by_all():
     folder = shared_folder()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
@@ -478,7 +478,7 @@ def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
     assert all(map(torch.equal, bits(model), before))
 
 
-def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
+def check_checkpoint_of_several_ranks_is_whole_or_refused():
     """Include a rank without write access, ranks with local disks, and a damaged file."""
     folder = shared_folder()
     rank = dist.get_rank()
@@ -518,7 +518,7 @@ def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
         accelerator.load_state(shared)
 
 
-def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
+def check_trainer_saves_o3_on_one_rank_and_resumes_bitwise():
     """Trainer saves the optimizer only on rank 0, so its states are not sharded."""
     from trainers.tiny_trainers import losses_of, trainer_for
 
@@ -561,7 +561,7 @@ def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimize
     return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe)
 
 
-def check_bytes_of_an_element_on_each_rank():
+def check_bytes_per_element_on_each_rank():
     """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 % for scales; blocks add 8/128
     bytes."""
     count, found = dist.get_world_size(), {}
@@ -581,7 +581,7 @@ def check_bytes_of_an_element_on_each_rank():
     return found
 
 
-def check_gradients_in_shards_are_clipped_and_zeroed():
+def check_sharded_gradients_are_clipped_and_zeroed():
     model, optimizer = sharded_model("O2")
     (100 * model(values((16, 128), dist.get_rank(), 1.0)).square().mean()).backward()
     gradients = [p.grad for p in model.parameters()]
@@ -598,7 +598,7 @@ def check_gradients_in_shards_are_clipped_and_zeroed():
     assert all(p.grad is None for p in model.parameters())
 
 
-def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
+def check_changed_sharded_state_dicts_load_and_lost_writes_raise():
     """Agree on one scale for all ranks before the next forward."""
     for level in ("O2", "O3", "O4"):
         model, optimizer = sharded_model(level)
@@ -623,7 +623,7 @@ def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
         assert all(same_on_all_ranks(local_part(p).scale_inv) for p in model.parameters())
 
 
-def check_states_of_a_new_model_are_made_before_its_first_step():
+def check_states_are_created_before_first_step():
     """`torch.distributed.checkpoint` takes an empty step to have states to load into: no FP8 need be proven in it."""
     model, optimizer = sharded_model("O3")
     before = [whole(p) for p in model.parameters()]

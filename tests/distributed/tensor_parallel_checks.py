@@ -145,7 +145,7 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def check_codes_of_each_part_are_those_of_the_whole() -> None:
+def check_codes_of_parts_match_whole_weight() -> None:
     """x, w and dy, cut along either dimension, in the layouts of both their products. One rank has the amax."""
     spans, group = [256, 128], dist.group.WORLD
     x = normal(*spans) * torch.logspace(-3, 3, 256)[:, None] * torch.logspace(2, -2, 128)
@@ -185,7 +185,7 @@ def same_codes(found, expected, dim: int, rule) -> None:
     assert torch.equal(found.scale_inv, scale_inv), (rule, dim)
 
 
-def check_losses_and_gradients_are_those_of_one_process_to_the_bit_where_sums_are_exact() -> dict:
+def check_exact_sums_match_one_process_bitwise() -> dict:
     found = {}
     for rule in RULES:
         torch.manual_seed(0)
@@ -206,7 +206,7 @@ def check_losses_and_gradients_are_those_of_one_process_to_the_bit_where_sums_ar
     return found
 
 
-def check_losses_of_a_usual_model() -> dict:
+def check_losses_of_a_typical_model() -> dict:
     """Terms are rounded before the sum over ranks: in FP32, or in bf16 as dtype of the products. `rowwise` always
     rounds."""
     found = {}
@@ -218,7 +218,7 @@ def check_losses_of_a_usual_model() -> dict:
     return found
 
 
-def check_styles_of_transformers() -> dict:
+def check_transformers_parallel_styles() -> dict:
     """Parts may be uneven. Without gradients, and with packed weights, layers get plain tensors."""
     found = {}
     plans = {
@@ -245,7 +245,7 @@ def check_styles_of_transformers() -> dict:
     return found
 
 
-def check_states_are_those_of_one_process() -> None:
+def check_states_match_one_process() -> None:
     for rule in ("delayed", "window"):
         spec = f"native:{rule}"
         alone, together = both(Net(), spec)
@@ -287,7 +287,7 @@ def check_conv1d() -> None:
         assert fp8_backends.audit(together).products == fp8_backends.audit(alone).products
 
 
-def check_tokens_of_a_rank_and_a_whole_weight() -> None:
+def check_local_tokens_with_replicated_weight() -> None:
     """Put a replicated layer between layers with local tokens."""
     for rule in ("dynamic", "rowwise", "mxfp8"):
         alone = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -311,7 +311,7 @@ def check_uneven_parts() -> None:
         assert relative(losses(together), losses(alone)) < (1e-3 if rule == "rowwise" else 1e-6)
 
 
-def check_parts_that_cannot_be_multiplied_are_named() -> None:
+def check_unsupported_part_sizes_are_named() -> None:
     with pytest.raises(FP8BackendError, match="leaves a rank without any of 1 features"):
         fp8_backends.prepare(parallel(Net(1)), None, "native:dynamic")
     with pytest.raises(FP8BackendError, match="each rank 24 of 48 features, not multiples of 16"):
@@ -332,7 +332,7 @@ def check_parts_that_cannot_be_multiplied_are_named() -> None:
         model(normal(2, 2, WIDTH))
 
 
-def check_products_in_high_precision_and_recomputed() -> None:
+def check_high_precision_and_recomputed_products() -> None:
     spec = FP8RecipeKwargs(backend="native:dynamic", override_linear_precision=(False, True, False))
     alone, together = both(Net(), spec)
     assert relative(losses(together), losses(alone)) < 1e-6
@@ -346,7 +346,7 @@ def check_products_in_high_precision_and_recomputed() -> None:
     assert counts == dict.fromkeys(LAYERS, ONCE | {"recomputed": 1}), counts
 
 
-def check_layers_that_read_one_input_share_its_codes() -> None:
+def check_layers_with_same_input_share_its_codes() -> None:
     """Each style makes its own DTensor of the input."""
     _, together = both(Net(), "native:dynamic")
     h = together.norm(normal(2, 4, WIDTH))

@@ -113,7 +113,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_codes_of_torchao_are_those_of_one_process():
+def check_torchao_codes_match_one_process():
     """Compare both operands of all nine products; the scales follow from the same amaxes."""
     for spec in ("ao:tensorwise", "ao:rowwise"):
         seen, results = [], []
@@ -137,7 +137,7 @@ def check_codes_of_torchao_are_those_of_one_process():
 # Levels and states
 
 
-def check_levels_store_parts_with_the_scale_of_the_whole():
+def check_levels_store_parts_with_scale_of_whole_weight():
     figures = {}
     for level in ("O1", "O2"):
         spec = {"backend": f"native:dynamic+msamp:{level}", "rounding": "nearest"}
@@ -165,7 +165,7 @@ def check_levels_store_parts_with_the_scale_of_the_whole():
     return figures
 
 
-def check_what_is_refused():
+def check_refusals():
     torch.manual_seed(0)
     for spec, text in (
         ("msamp:O3", "O1 and O2 go with tensor parallelism"),
@@ -259,7 +259,7 @@ def fsdp2_over_parts():
     assert len(products) == 3 and all(count["wgrad"] == 3 for count in products.values()), products
 
 
-def fsdp2_gathers_what_ranks_agreed_on():
+def fsdp2_gathers_the_common_scale():
     """Write values to shards with the scale of the whole tensor, over both dimensions of the mesh."""
     acc, model, optimizer = prepared("msamp:O2", dp=2)
     for name, places in (("up", [0, 64, 32, 96]), ("down", None)):

@@ -14,11 +14,11 @@ from fp8_backends.comm.ddp import IGNORE_LIST, leaves_nothing
 from fp8_backends.convert.conversion import restore
 
 ON_FOUR_RANKS = (
-    "check_microbatches_are_summed_in_fp32_and_travel_once",
-    "check_weights_unused_on_some_ranks_or_on_all_and_keyword_only_inputs",
+    "check_microbatches_are_summed_in_fp32_and_reduced_once",
+    "check_unused_weights_and_keyword_only_inputs",
     "check_uneven_inputs",
-    "check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp",
-    "check_bytes_that_a_rank_sends",
+    "check_subgroup_ddp_uses_its_group_and_timeout",
+    "check_bytes_sent_by_a_rank",
 )
 
 
@@ -37,13 +37,13 @@ def prepared(spec: str = "msamp:O2") -> nn.Sequential:
     return fp8_backends.prepare(model, None, spec)[0]
 
 
-def test_a_prepared_model_names_what_ddp_shall_leave_alone():
+def test_prepared_model_lists_parameters_ignored_by_ddp():
     of_level = getattr(prepared(), IGNORE_LIST)
     assert {"0.weight", "1.weight"} <= set(of_level) and "0.bias" not in of_level
     assert not hasattr(prepared("native:delayed"), IGNORE_LIST)
 
 
-def test_a_model_that_is_turned_back_is_ddp_s_again():
+def test_restored_model_clears_parameters_ignored_by_ddp():
     model = prepared()
     restore(model)
     assert not hasattr(model, IGNORE_LIST) and not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
@@ -55,7 +55,7 @@ def test_a_model_that_is_turned_back_is_ddp_s_again():
     assert getattr(with_a_list, IGNORE_LIST) == ["0.bias"]
 
 
-def test_a_model_without_a_plain_parameter_leaves_ddp_nothing():
+def test_model_without_plain_parameters_leaves_ddp_nothing():
     model = prepared()
     assert not leaves_nothing(model), "a bias is left"
     model[0].bias.requires_grad_(False)

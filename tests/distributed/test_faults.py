@@ -38,7 +38,7 @@ def outcome(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[" ".join(scenario) for scenario in SCENARIOS])
-def test_a_lost_rank_is_noticed_and_the_last_checkpoint_resumes(outcome, number):
+def test_lost_rank_is_detected_and_last_checkpoint_resumes(outcome, number):
     noticed, folder = outcome
     found = noticed[number]
     assert found["scenario"] == list(SCENARIOS[number])

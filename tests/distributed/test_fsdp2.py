@@ -26,7 +26,7 @@ def test_fsdp2(subtests):
 
 
 @pytest.mark.slow
-def test_weights_that_travel_as_codes(subtests):
+def test_weight_gathers_as_codes(subtests):
     report(subtests, run("gathers_checks.py", 2))
 
 
@@ -44,7 +44,7 @@ def test_fsdp2_on_a_hybrid_mesh(subtests):
 @pytest.mark.parametrize(
     "numbers", [pytest.param((1,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.nightly)]
 )
-def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(numbers, subtests, tmp_path):
+def test_checkpoint_of_two_ranks_resumes_on_other_world_sizes(numbers, subtests, tmp_path):
     folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
     written = run("fsdp2_checks.py", 2, "write_checkpoints", **folder)
     report(subtests, written)

@@ -16,7 +16,7 @@ DEFAULT = [engine for engine in matrix.WHOLE if matrix.checks(engines=(engine,),
         *(pytest.param(engine, True, marks=pytest.mark.nightly) for engine in matrix.WHOLE),
     ],
 )
-def test_each_backend_under(engine, nightly, subtests):
+def test_backend_trains_under_engine(engine, nightly, subtests):
     names = list(matrix.checks(engines=(engine,), nightly=nightly))
     outcome = run("matrix_checks.py", {"single": 1, "TPxDP": 4}.get(engine, 2), *names)
     report(subtests, outcome)
@@ -24,7 +24,7 @@ def test_each_backend_under(engine, nightly, subtests):
 
 
 @pytest.mark.slow
-def test_sequences_and_layers_that_ranks_split(subtests):
+def test_split_sequences_and_layers_train(subtests):
     outcome = run("split_checks.py", 2)
     report(subtests, outcome)
     assert list(outcome) == list(matrix.checks(engines=matrix.SPLIT))

@@ -5,5 +5,5 @@ from ranks import report, run
 
 
 @pytest.mark.slow
-def test_two_ranks_have_one_file_and_their_own_losses(subtests):
+def test_two_ranks_write_one_file_with_their_losses(subtests):
     report(subtests, run("monitor_checks.py", ranks=2))

@@ -11,4 +11,4 @@ def test_states_on_two_ranks(subtests):
 
 
 def test_bytes_on_four_ranks(subtests):
-    report(subtests, run("states_checks.py", 4, "check_bytes_of_an_element_on_each_rank"))
+    report(subtests, run("states_checks.py", 4, "check_bytes_per_element_on_each_rank"))

@@ -10,6 +10,6 @@ def test_two_ranks_share_layers(subtests):
 
 
 @pytest.mark.slow
-def test_fsdp2_shards_what_two_ranks_share(subtests):
-    checks = ("fsdp2_over_parts", "fsdp2_gathers_what_ranks_agreed_on")
+def test_fsdp2_shards_tensor_parallel_layers(subtests):
+    checks = ("fsdp2_over_parts", "fsdp2_gathers_the_common_scale")
     report(subtests, run("tensor_parallel_engine_checks.py", 4, *checks))

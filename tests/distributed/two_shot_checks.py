@@ -105,7 +105,7 @@ def check_reduce_scatter_of_every_size():
             assert within_half_a_step(result, exact, magnitude, roundings=1)
 
 
-def check_what_is_not_finite_is_seen_on_every_rank():
+def check_non_finite_value_reaches_every_rank():
     for value in (float("inf"), float("nan")):
         values = torch.ones(5 * BLOCK)
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -120,7 +120,7 @@ def check_a_sum_beyond_fp32_is_not_finite():
     assert result.isnan().all() or dist.get_world_size() == 1
 
 
-def check_buckets_that_overlap_equal_buckets_one_by_one():
+def check_overlapping_buckets_match_sequential_buckets():
     rank = dist.get_rank()
     values = [of_rank("heavy-tailed", numel, rank, seed) for seed, numel in enumerate((5000, 0, 129, 70_000, 1))]
     alone = [all_reduce(each) for each in values]
@@ -137,7 +137,7 @@ def check_buckets_that_overlap_equal_buckets_one_by_one():
         assert torch.equal(reduction.wait().values(), expected)
 
 
-def check_zeros_behind_long_rows_change_nothing():
+def check_padding_of_long_rows_changes_nothing():
     """Padding rounds long rows up to a multiple of 16 bytes, unless ranks own fixed parts."""
     mine = of_rank("heavy-tailed", 5000, dist.get_rank())
     rows = torch.stack([mine + rank for rank in range(dist.get_world_size())])
@@ -154,7 +154,7 @@ def check_zeros_behind_long_rows_change_nothing():
         two_shot.LONG = long
 
 
-def check_the_simulation_equals_the_collective():
+def check_simulation_matches_collective():
     all_of = gradients("heavy-tailed", 10_000)
     assert torch.equal(all_reduce(all_of[dist.get_rank()]), simulated_mean(all_of))
 

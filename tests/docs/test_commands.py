@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def backend_that_trained(line: str, monkeypatch) -> str:
+def trained_backend(line: str, monkeypatch) -> str:
     """Run a line; return the backend in its only proof line."""
     words = shlex.split(line)
     while "=" in words[0]:
@@ -69,9 +69,9 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", nightly_but([next(iter(TRAINS_HERE))], TRAINS_HERE))
-def test_every_training_command_for_a_cpu_trains_with_its_backend(line, folder, monkeypatch):
+def test_every_cpu_training_command_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
-    assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
+    assert trained_backend(line, monkeypatch) == TRAINS_HERE[line]
 
 
 @pytest.mark.nightly
@@ -79,7 +79,7 @@ def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)
     alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")  # alongside other tests on this machine
-    assert backend_that_trained(alone, monkeypatch) == "native:dynamic"
+    assert trained_backend(alone, monkeypatch) == "native:dynamic"
 
 
 def launches() -> list[str]:
@@ -88,7 +88,7 @@ def launches() -> list[str]:
 
 
 @pytest.mark.parametrize("line", launches())
-def test_every_other_launch_is_parsed_by_its_launcher(line):
+def test_launcher_parses_every_other_launch_command(line):
     program, *arguments = [word for word in shlex.split(line) if not re.match("[A-Z_0-9]+=", word)]
     if program == "torchrun":
         script = get_args_parser().parse_args(arguments).training_script
@@ -120,12 +120,12 @@ def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
     assert all(line in said for line in explained.splitlines())
 
 
-def test_the_launchers_yaml_is_read(folder):
+def test_launcher_yaml_is_read(folder):
     recipe = read("fsdp.yaml").recipe
     assert (recipe.name, recipe.amax_history_len, recipe.exclude) == ("native:delayed+msamp:O3", 16, ("lm_head",))
 
 
-def test_the_files_for_other_programs_go_together(folder):
+def test_files_for_other_programs_agree(folder):
     """These programs do not install together with this package (`neighbours.rst` has the reasons); the guide shows
     manually tested files."""
     info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
@@ -134,7 +134,7 @@ def test_the_files_for_other_programs_go_together(folder):
     assert examples[0].keys() == {"instruction", "input", "output"}  # the "alpaca" of both
 
 
-def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
+def test_every_yaml_block_is_tested(folder):
     names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml"}
     assert {path.name for path in folder.glob("*.yaml")} == names
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
@@ -168,7 +168,7 @@ def parsed(name: str, command) -> list[argparse.Namespace]:
     return [parser.parse_args(shlex.split(line)[2:]) for line in lines]
 
 
-def test_compare_monitor_and_advise_commands_name_existing_options_and_backends():
+def test_command_options_and_backends_exist():
     compared, advised, (monitored,) = parsed("compare", compare), parsed("advise", advise), parsed("monitor", monitor)
     assert len(compared) == 2 and len(advised) == 2
     names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
@@ -182,7 +182,7 @@ def test_the_examples_commands_copy_their_examples(folder):
     assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
 
 
-def test_the_checkpoint_command_lists_its_folder(folder, capsys):
+def test_checkpoint_command_lists_its_folder(folder, capsys):
     (line,) = [line for line in commands() if line.startswith("fp8-backends checkpoint")]
     words = shlex.split(line)[1:]
     Path(words[-1], "checkpoint_0").mkdir(parents=True)
@@ -191,14 +191,14 @@ def test_the_checkpoint_command_lists_its_folder(folder, capsys):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
-def test_every_benchmark_has_its_shown_options(line, folder):
+def test_benchmark_options_exist(line, folder):
     _, script, *arguments = shlex.split(line)
     shown = warm_process.run(str(ROOT / script), "--help")
     assert shown.returncode == 0, shown.stderr
     assert all(word in shown.stdout for word in arguments if word.startswith("--"))
 
 
-def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
+def test_paths_and_markers_of_test_commands_exist(pytestconfig):
     lines = [line for line in commands() if "-m pytest" in line or "-m sphinx" in line]
     assert len(lines) >= 2
     for line in lines:
@@ -210,21 +210,21 @@ def test_every_test_command_names_existing_paths_and_markers(pytestconfig):
     assert used == markers & {"slow", "nightly"} == {"slow", "nightly"}
 
 
-def test_brackets_in_arguments_of_pip_are_quoted():
+def test_pip_extras_are_quoted():
     """zsh reads them as file patterns."""
     files = [*DOCUMENTS, *(ROOT / "fp8_backends").rglob("*.py")]
     found = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "pip install" in line]
     assert found and not [line for line in found if re.search(r"pip install(\s+[^\s'\"]+)*\s+[^\s'\"(){}]*\[", line)]
 
 
-def test_one_line_of_the_readme_installs_and_runs_the_tests():
+def test_readme_has_one_line_that_installs_and_tests():
     """`.ci/run` looks for it with this pattern."""
     pattern = r"^\s+(\$ )?(python -m pip install .*pytest.*)$"
     assert "(python -m pip install .*pytest.*)$" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert len(re.findall(pattern, README.read_text(encoding="utf-8"), re.M)) == 1
 
 
-def test_no_command_is_left_out():
+def test_every_command_is_tested():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
     known += "|fp8-backends (config|estimate|compare|advise|examples|checkpoint|monitor)"
     assert [line for line in commands() if not re.search(known, line)] == []

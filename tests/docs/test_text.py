@@ -34,7 +34,7 @@ def toctree(monkeypatch):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_page_is_valid_and_its_relative_links_lead_to_files(document):
+def test_page_is_valid_and_relative_links_resolve(document):
     settings = {"halt_level": 2, "report_level": 2}
     page = docutils.core.publish_doctree(document.read_text(encoding="utf-8"), settings_overrides=settings)
     targets = [link["refuri"] for link in page.findall(nodes.reference) if "refuri" in link]
@@ -54,7 +54,7 @@ def test_the_readme_has_at_most_250_lines():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
 
 
-def test_messages_of_troubleshooting_are_those_of_the_code():
+def test_troubleshooting_quotes_messages_of_the_code():
     text = (GUIDES / "troubleshooting.rst").read_text(encoding="utf-8")
     quoted = re.findall(r"^``(.+?)``(?:, ``(.+?)``)?$", text, re.M)
     messages = [message for pair in quoted for message in pair if message]
@@ -110,7 +110,7 @@ def test_the_readme_shows_the_printed_proof_line(tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_guides_build_as_web_pages_without_a_warning_and_link_to_each_other(tmp_path):
+def test_guides_build_as_linked_web_pages_without_warnings(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "doctrees"), str(GUIDES)]
     built = subprocess.run([*command, str(tmp_path / "html")], capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr

@@ -38,7 +38,7 @@ def backward(model):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_an_audit_before_any_step_claims_nothing(spec):
+def test_audit_before_any_step_claims_nothing(spec):
     audit = auditing.audit(prepared(spec)[0])
     assert audit.flops_share == 0
     assert all(not any(found.values()) for found in audit.products.values())
@@ -83,7 +83,7 @@ def test_bytes_are_read_from_live_tensors():
     assert auditing.audit(model.bfloat16(), optimizer).bytes_per_element["weight"] == 2
 
 
-def test_an_unknown_optimizer_is_not_taken_for_none():
+def test_unknown_optimizer_is_reported_as_unknown():
     model = preparation.prepare_model(Net(), recipes.resolve("ao"))
     assert auditing.audit(model).bytes_per_element["optimizer"] is None
     assert auditing.audit(model).bytes_per_element["total"] is None
@@ -110,7 +110,7 @@ def test_wrapped_models_are_found(wrap):
     assert audit.bytes_per_element["optimizer"] == 8
 
 
-def test_copies_and_pickles_of_an_audited_model_audit_themselves():
+def test_copies_and_pickles_audit_themselves():
     model, optimizer = prepared()
     backward(model)
     optimizer.step()

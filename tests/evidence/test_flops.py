@@ -77,7 +77,7 @@ def test_convolutions_of_every_form_count(capfd):
     assert "1/1 Linear (beside 4 convolutions), 8 % of weight FLOPs in FP8" in capfd.readouterr().err
 
 
-def test_a_group_of_a_convolution_reads_its_own_channels_only():
+def test_grouped_convolution_counts_its_own_channels():
     """PyTorch's counter ignores groups in the gradients of a convolution."""
     model = nn.Sequential(nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8))
     meter = WorkMeter(model, find_weight_products(model))
@@ -95,7 +95,7 @@ class Pair(nn.Module):
         return self.last(self.mix(x, y))
 
 
-def test_bilinear_counts_with_both_of_its_inputs():
+def test_bilinear_counts_both_inputs():
     audit = trained(Pair(), torch.randn(24, 16), torch.randn(24, 8))
     # neither input of the first layer needs a gradient
     assert audit.flops_share == pytest.approx(3 * 32 * 16 / (3 * 32 * 16 + 2 * 16 * 8 * 32))
@@ -132,7 +132,7 @@ def test_an_idle_layer_does_not_count():
     assert audit.flops_share == pytest.approx(1 / 2) and not audit.uncounted
 
 
-def test_pefts_copy_counts_in_the_place_of_the_original():
+def test_peft_copy_replaces_the_original_in_the_count():
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     config = peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"])
@@ -144,7 +144,7 @@ def test_pefts_copy_counts_in_the_place_of_the_original():
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_each_layer_counts_with_its_rows(spec):
+def test_each_layer_counts_its_rows(spec):
     audit = trained(Rows(), torch.randn(4, 8, 16, requires_grad=True), spec={"backend": spec, "exclude": ["one"]})
     in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
     assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
@@ -163,7 +163,7 @@ class Frozen(nn.Module):
         return self.last(x)
 
 
-def test_a_frozen_tower_counts_with_its_forward():
+def test_frozen_tower_counts_only_its_forward():
     audit = trained(Frozen(), torch.randn(8, 16), spec={"backend": "native", "exclude": ["tower"]})
     assert audit.flops_share == pytest.approx(2 * 32 * 16 / (2 * 32 * 16 + 16 * 32))
 
@@ -178,7 +178,7 @@ def test_recomputed_forwards_count_once(use_reentrant):
     assert trained(model, x).flops_share == pytest.approx(flops_of_linears((16, 16, 32), (16, 32, 16)) / total)
 
 
-def test_layers_with_several_weights_count_them_all():
+def test_layers_count_all_their_weights():
     recurrent, attention = nn.LSTM(16, 32, num_layers=2), nn.MultiheadAttention(32, 4)
     model = nn.ModuleList([recurrent, attention])
     found = find_weight_products(model)
@@ -209,14 +209,14 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "hidden state"])
-def test_recurrent_layers_count_with_any_inputs_and_outputs(packed):
+def test_recurrent_layers_count_for_any_inputs_and_outputs(packed):
     audit = trained(Recurrent(packed), torch.randn(10, 4, 16))
     in_fp8 = flops_of_linears((40 if packed else 4, 32, 16))
     # the first weight's input needs no gradient
     assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + 40 * (4 * 16 + 6 * 32) * 128))
 
 
-def test_keys_and_values_of_sizes_of_their_own_count_with_their_rows():
+def test_attention_with_separate_key_and_value_sizes_counts_rows():
     model = nn.MultiheadAttention(32, 4, kdim=16, vdim=16)
     meter = WorkMeter(model, find_weight_products(model))
     model(torch.randn(10, 4, 32), torch.randn(20, 4, 16), torch.randn(20, 4, 16))
@@ -228,14 +228,14 @@ def test_keys_and_values_of_sizes_of_their_own_count_with_their_rows():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_pass_a_measured_layer():
+def test_measured_layer_accepts_nested_tensors():
     model = nn.Linear(16, 32)
     meter = WorkMeter(model, find_weight_products(model))
     model(torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)]))
     assert meter.work[""].rows == 8
 
 
-def test_a_layer_without_a_size_counts_when_it_has_one():
+def test_lazy_layer_counts_once_initialized():
     model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
     optimizer = torch.optim.AdamW(model[1].parameters())
     fp8_backends.prepare(model, optimizer, "native:dynamic")
@@ -292,7 +292,7 @@ def test_compiled_convolutions_are_named_as_not_counted(capfd):
     assert "1 convolution not counted" in line
 
 
-def test_a_compiled_part_weighs_as_much_as_an_eager_one():
+def test_compiled_part_counts_like_eager_one():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     fp8_backends.prepare(model[0], optimizer, {"backend": "native", "exclude": ["0"]})
@@ -306,7 +306,7 @@ def test_a_compiled_part_weighs_as_much_as_an_eager_one():
 # layers added after `prepare`
 
 
-def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
+def test_added_layer_counts_at_once_and_warns_at_next_step(caplog):
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
     x = torch.randn(8, 16, requires_grad=True)
     step(model, optimizer, x)
@@ -326,7 +326,7 @@ def test_an_added_layer_is_counted_at_once_and_named_at_the_next_step(caplog):
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
-def test_later_parameters_without_an_optimizer_are_named_once(backend, caplog):
+def test_added_parameters_without_optimizer_warn_once(backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
     optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # none of 2.weight, as the user wishes
     for optimizer in optimizers:
@@ -341,7 +341,7 @@ def test_later_parameters_without_an_optimizer_are_named_once(backend, caplog):
     assert not caplog.text
 
 
-def test_a_replaced_layer_is_noticed(caplog):
+def test_replaced_layer_is_detected(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
     model, optimizer = prepared(model, {"backend": "native", "exclude": ["1"]})

@@ -67,7 +67,7 @@ def step(model, optimizer, microbatches=1, tokens=24):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
+def test_only_first_step_prints_one_line(spec, capfd):
     model, optimizer = prepared(spec)
     assert capfd.readouterr().err == ""
     step(model, optimizer)
@@ -80,7 +80,7 @@ def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_line_goes_to_logging_with_a_visible_handler(caplog, capfd):
+def test_proof_line_goes_to_logging_with_a_visible_handler(caplog, capfd):
     caplog.set_level(logging.INFO, logger="fp8_backends")
     step(*prepared())
     assert [record.getMessage().split(",")[0] for record in caplog.records] == ["ao:tensorwise: 3/3 Linear"]
@@ -98,7 +98,7 @@ def counts(model):
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
-def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
+def test_steps_inside_backward_are_proven_and_stop_the_profiler(each, capfd):
     """A profiler stopped inside a backward would stay on, and record every operator."""
     torch.manual_seed(0)
     model = Net()
@@ -121,7 +121,7 @@ def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_step_inside_backward_claims_nothing_before_all_gradients_have_come(compiled, capfd):
+def test_step_inside_backward_waits_for_all_gradients(compiled, capfd):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
@@ -156,14 +156,14 @@ def test_products_are_attributed_to_their_layers(microbatches):
     }
 
 
-def test_a_weight_gradient_in_high_precision_is_not_counted(capfd):
+def test_high_precision_wgrad_is_not_counted(capfd):
     model, optimizer = prepared("ao:rowwise_with_gw_hp")
     step(model, optimizer)
     assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (1, 1, 0) for c in counts(model).values())
     assert "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)" in capfd.readouterr().err
 
 
-def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
+def test_configured_high_precision_products_are_accepted(capfd, caplog):
     spec = recipes.FP8RecipeKwargs(backend="native", override_linear_precision=(True, False, True))
     step(*prepared(spec))
     assert not caplog.records
@@ -172,7 +172,7 @@ def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
 
 @pytest.mark.parametrize("spec", BACKENDS)
 @pytest.mark.parametrize("kind", ["reentrant", "saved tensors", "selective"])
-def test_recomputed_products_are_counted_apart(kind, spec):
+def test_recomputed_products_are_counted_separately(kind, spec):
     model, optimizer = prepared(spec, checkpointed=kind)
     step(model, optimizer)
     for found in counts(model).values():
@@ -188,7 +188,7 @@ def test_a_single_layer_is_proven(spec, capfd):
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own products", "emulated"])
-def test_a_dispatch_mode_around_the_first_step_hides_no_product(emulate, capfd):
+def test_dispatch_mode_around_first_step_hides_no_product(emulate, capfd):
     from torchao.float8 import Float8LinearConfig
 
     model, optimizer = prepared(recipes.AORecipeKwargs(config=Float8LinearConfig(emulate=emulate)))
@@ -226,7 +226,7 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
 
 
 @pytest.mark.slow
-def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capfd):
+def test_individually_compiled_layers_share_code_during_proof(capfd):
     """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth would run
     eagerly."""
     torch._dynamo.reset()
@@ -270,7 +270,7 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
 
 
 @pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
-def test_evaluation_mode_is_named_as_the_reason(spec):
+def test_evaluation_mode_is_named_as_reason(spec):
     model, optimizer = prepared(spec)
     model.eval()
     backward(model)
@@ -279,13 +279,13 @@ def test_evaluation_mode_is_named_as_the_reason(spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_no_product_at_all_is_a_warning_by_recipe(spec):
+def test_no_product_at_all_warns_if_configured(spec):
     model, optimizer = prepared({"backend": spec, "on_unproven": "warn"}, used=False)
     with pytest.warns(UserWarning, match="no FP8 product ran"):
         step(model, optimizer)
 
 
-def test_an_optimizer_step_before_any_forward_proves_nothing_yet(capfd):
+def test_step_before_any_forward_defers_the_proof(capfd):
     model, optimizer = prepared("native:dynamic")
     optimizer.step()  # as checkpoint loaders do to create optimizer states
     assert capfd.readouterr().err == ""
@@ -300,7 +300,7 @@ def test_idle_layers_are_named(caplog):
     assert "layers without products: last" in caplog.text
 
 
-def test_a_weight_gradient_from_elsewhere_is_named(caplog):
+def test_foreign_weight_gradient_is_named(caplog):
     model, optimizer = prepared("native:dynamic")
     model.run = lambda x: model.last(model.second(model.first(x).detach()) + F.linear(x, model.first.weight))
     step(model, optimizer)
@@ -319,7 +319,7 @@ def test_another_profiler_delays_the_proof(caplog, capfd):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_two_models_with_two_optimizers_are_proven_each_by_its_own(spec, capfd):
+def test_two_models_with_two_optimizers_are_proven_separately(spec, capfd):
     (one, first), (two, second) = prepared(spec), prepared(spec)
     for _ in range(2):
         two(F.pad(one(torch.randn(8, 32)), (0, 16))).sum().backward()
@@ -346,7 +346,7 @@ def test_two_models_with_one_optimizer_are_proven_together(spec, capfd):
 
 @pytest.mark.parametrize("when", ["before the step", "inside the step"])
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, capfd):
+def test_model_and_optimizer_copy_and_pickle_before_proof(spec, when, capfd):
     model, optimizer = prepared(spec)
     if when == "inside the step":
         backward(model)
@@ -361,7 +361,7 @@ def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, c
     assert not model._forward_pre_hooks and not model.first._forward_hooks
 
 
-def test_an_abandoned_model_does_not_keep_the_profiler(capfd):
+def test_abandoned_model_releases_the_profiler(capfd):
     given_up, _ = prepared()
     for _ in range(3):
         given_up(torch.randn(8, 32))  # forwards without a backward, such as an evaluation that records gradients
@@ -376,7 +376,7 @@ def test_an_abandoned_model_does_not_keep_the_profiler(capfd):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
+def test_optimizer_releases_its_model_after_proof(spec):
     model, optimizer = prepared(spec)
     step(model, optimizer)
     model = weakref.ref(model)
@@ -386,7 +386,7 @@ def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
 
 @pytest.mark.parametrize("after_forward", [False, True])
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_model_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
+def test_model_restored_before_first_step_needs_no_proof(spec, after_forward, capfd):
     model, optimizer = prepared(spec)
     if after_forward:
         backward(model)
@@ -398,7 +398,7 @@ def test_a_model_restored_before_its_first_step_has_nothing_to_prove(spec, after
     assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_a_failed_first_step_lets_another_model_store_its_weights(capfd):
+def test_failed_first_step_releases_profiled_weights(capfd):
     """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
     failed(torch.randn(8, 32))  # and no later step: an error, with its model still alive
@@ -412,7 +412,7 @@ def test_a_failed_first_step_lets_another_model_store_its_weights(capfd):
     assert "msamp:O2: 3/3 Linear" in lines and "ao:tensorwise: 3/3 Linear" in lines
 
 
-def test_profiling_changes_no_number():
+def test_profiling_changes_no_bit():
     model, optimizer = prepared()
     other, own_optimizer = prepared()
     torch.manual_seed(1)
@@ -434,7 +434,7 @@ def test_forwards_without_a_step_do_not_count(capfd):
     assert {count["fprop"] for count in products.values()} == {1}
 
 
-def test_an_error_in_a_forward_ends_the_profile_and_a_later_step_is_the_proof(capfd):
+def test_failed_forward_ends_profile_and_later_step_proves(capfd):
     model, optimizer = prepared("ao:tensorwise")
     failing = model.last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -458,7 +458,7 @@ def test_a_model_without_outputs_is_proven(capfd):
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
-def test_the_proof_waits_for_code_with_its_own_profiler(capfd):
+def test_proof_waits_for_foreign_profiler(capfd):
     model, optimizer = prepared("ao:tensorwise")
     backward(model)  # the proof's profile runs
     assert torch._C._autograd._profiler_enabled()

@@ -23,7 +23,7 @@ def bits(x):
     return x.view(torch.uint8)
 
 
-def test_the_table_of_formats_is_pytorchs():
+def test_format_table_matches_pytorch():
     """Except roots, plain bytes in PyTorch."""
     roots = TABLE[torch.uint8]
     assert (roots.max, roots.smallest_normal, roots.smallest) == (496.0, 2.0**-6, 2.0**-10)
@@ -49,7 +49,7 @@ def test_cast_rounds_to_nearest_even_and_saturates(fmt, values):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_cast_of_every_midpoint_goes_to_the_even_code(fmt):
+def test_cast_rounds_every_midpoint_to_even(fmt):
     codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(fmt.dtype).float()
     table = codes[torch.isfinite(codes) & (codes <= fmt.max)]
     midpoints = (table[1:] + table[:-1]) / 2
@@ -61,7 +61,7 @@ def test_cast_of_every_midpoint_goes_to_the_even_code(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(amax=st.one_of(FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])))
 @settings(max_examples=200)
-def test_scale_equals_the_reference_to_the_bit(fmt, amax):
+def test_scale_matches_reference_bitwise(fmt, amax):
     ours = scaling.scale_from_amax(torch.tensor(amax), fmt)
     assert ours.item() == reference.scale(torch.tensor(amax).item(), fmt).item()
     assert math.isfinite(ours.item()) and ours.item() > 0
@@ -72,7 +72,7 @@ def test_scale_equals_the_reference_to_the_bit(fmt, amax):
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_quantize_equals_the_reference_to_the_bit(fmt, kind, data):
+def test_quantize_matches_reference_bitwise(fmt, kind, data):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     values = data.draw(st.lists(FINITE, min_size=rows * columns, max_size=rows * columns))
     x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns)
@@ -83,7 +83,7 @@ def test_quantize_equals_the_reference_to_the_bit(fmt, kind, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_round_trip_error_is_half_a_step(dtype):
+def test_round_trip_error_is_at_most_half_a_step(dtype):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     for fmt in FORMATS:
         codes, scale_inv = quantize(x, fmt).along_columns()
@@ -95,7 +95,7 @@ def test_round_trip_error_is_half_a_step(dtype):
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
-def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
+def test_inf_propagates_and_leaves_scale_finite(bad):
     x = torch.ones(4, 4)
     x[1, 2] = bad
     q = quantize(x, E4M3)
@@ -106,7 +106,7 @@ def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
-def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
+def test_nan_keeps_its_code_and_is_excluded_from_amax(quantize):
     """TransformerEngine's maxima skip NaN, too."""
     x = torch.ones(4, 4)
     x[1, 2] = math.nan
@@ -128,7 +128,7 @@ AMAX = st.one_of(st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.
     algorithm=st.sampled_from(["max", "most_recent"]),
 )
 @settings(max_examples=150)
-def test_delayed_states_equal_the_reference_to_the_bit(amaxes, length, margin, algorithm):
+def test_delayed_states_match_reference_bitwise(amaxes, length, margin, algorithm):
     formats = (E4M3, E4M3, E5M2)
     format_max = torch.tensor([f.max for f in formats])
     state = scaling.new_delayed_state(length)
@@ -147,7 +147,7 @@ def test_delayed_states_equal_the_reference_to_the_bit(amaxes, length, margin, a
         assert state.view(torch.float32)[tensor, scaling.HISTORY :].tolist() == history
 
 
-def test_interval_recomputes_the_scale_on_every_nth_roll_and_keeps_the_history():
+def test_interval_recomputes_scale_on_every_nth_roll():
     state, scales = scaling.new_delayed_state(8), []
     for step in range(7):
         scaling.record_amax(state, scaling.INPUT, torch.tensor(float(step + 1)))
@@ -180,7 +180,7 @@ WINDOW_FORMATS = (E4M3, E4M3, E5M2)
 
 
 @pytest.mark.parametrize("fmt,expected", [(E4M3, (32.0, 1 / 32)), (E5M2, (4096.0, 4.0))])
-def test_a_power_of_two_that_leaves_the_amax_in_range(fmt, expected):
+def test_power_of_two_scale_keeps_amax_in_range(fmt, expected):
     scales = [scaling.power_of_two_scale(torch.tensor(amax), fmt).item() for amax in (10.0, 1e4)]
     assert tuple(scales) == expected
     for amax in (0.0, math.inf, math.nan):
@@ -193,7 +193,7 @@ def test_a_power_of_two_that_leaves_the_amax_in_range(fmt, expected):
 @pytest.mark.slow
 @given(amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60), microbatches=st.integers(1, 3))
 @settings(max_examples=150)
-def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):
+def test_window_states_match_reference_bitwise(amaxes, microbatches):
     state = scaling.new_window_state()
     expected = [(1.0, 0, [0.0] * scaling.WINDOW) for _ in WINDOW_FORMATS]
     for i, step in enumerate(amaxes):
@@ -212,7 +212,7 @@ def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):
             assert state.view(torch.float32)[tensor, scaling.HISTORY :].tolist() == history
 
 
-def test_many_window_states_roll_as_each_alone():
+def test_batched_window_roll_matches_single_rolls():
     generator = torch.Generator().manual_seed(0)
     states = torch.stack([scaling.new_window_state() for _ in range(5)])
     bits = states.view(torch.float32)
@@ -227,7 +227,7 @@ def test_many_window_states_roll_as_each_alone():
 
 
 @pytest.mark.parametrize("tensor,fmt", [(scaling.INPUT, E4M3), (scaling.GRAD_OUTPUT, E5M2)])
-def test_window_scale_is_just_in_time_for_16_steps_and_then_follows_the_largest_of_the_last_16(tensor, fmt):
+def test_window_scale_is_just_in_time_for_16_steps_then_delayed(tensor, fmt):
     def scale_of(amax):
         return 2.0 ** math.floor(math.log2(fmt.max / amax))
 
@@ -240,7 +240,7 @@ def test_window_scale_is_just_in_time_for_16_steps_and_then_follows_the_largest_
         state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
 
 
-def test_recording_in_a_window_is_idempotent_and_a_nan_stays():
+def test_window_recording_is_idempotent_and_keeps_nan():
     state = scaling.new_window_state()
     for amax in (5.0, 5.0, 4.0):
         scaling.record_window_amax(state, scaling.INPUT, torch.tensor(amax))

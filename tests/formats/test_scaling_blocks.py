@@ -52,7 +52,7 @@ def equal_to_reference(x, blocks, fmt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_codes_and_scales_equal_the_reference_to_the_bit(blocks, fmt, dtype):
+def test_codes_and_scales_match_reference_bitwise(blocks, fmt, dtype):
     for shape in SHAPES:
         x = spread(shape, dtype)
         equal_to_reference(x, blocks, fmt)
@@ -67,13 +67,13 @@ VALUE = st.one_of(st.floats(width=32), st.sampled_from([sign * edge for edge in 
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(VALUE, min_size=1, max_size=40))
 @settings(max_examples=150)
-def test_any_value_is_cast_as_by_the_reference(fmt, values):
+def test_every_value_is_cast_like_reference(fmt, values):
     for blocks in BLOCKS.values():
         equal_to_reference(torch.tensor([values], dtype=torch.float32), blocks, fmt)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_scales_on_both_sides_of_every_power_of_two(fmt):
+def test_scales_around_every_power_of_two(fmt):
     """An amax at, just below and just above every power of two, and the format's maximum times it, down to the smallest
     subnormal number."""
     powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_scales_on_both_sides_of_every_power_of_two(fmt):
     assert torch.equal(stored, exponents) and torch.equal(scaling.e8m0_values(stored), 1 / scale)
 
 
-def test_e8m0_values_are_pytorchs():
+def test_e8m0_values_match_pytorch():
     every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     ours, torchs = scaling.e8m0_values(every), every.view(torch.float8_e8m0fnu).float()
     assert torch.equal(ours[:255], torchs[:255]) and math.isnan(ours[255]) and math.isnan(torchs[255])
@@ -117,7 +117,7 @@ def test_zeros_and_infs_in_a_block(fmt):
     assert MX.dequantize(scaling.Quantized(codes, stored), torch.bfloat16)[1, 3] == -math.inf
 
 
-def test_nan_stays_in_its_place_and_out_of_the_scales():
+def test_nan_stays_in_place_and_out_of_scales():
     x = torch.full((4, 256), 448.0)
     x[1, 2] = math.nan
     for blocks in (VECTORS, SQUARES, MX, ROWS):
@@ -129,7 +129,7 @@ def test_nan_stays_in_its_place_and_out_of_the_scales():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_scales_round_nothing_when_codes_restore_layer(blocks, fmt, dtype):
+def test_power_of_two_scales_are_exact_when_codes_restore_layer(blocks, fmt, dtype):
     x = spread((303, 300)).clamp(min=-(2.0**100), max=2.0**100)
     q = blocks.quantize(x, fmt)
     exact = reference.dequantize_blocks(*q, blocks.rows, blocks.columns)
@@ -137,7 +137,7 @@ def test_scales_round_nothing_when_codes_restore_layer(blocks, fmt, dtype):
 
 
 @pytest.mark.slow
-def test_a_compiler_makes_the_same_codes_and_scales():
+def test_compiled_codes_and_scales_match_eager():
     def everything(x):
         return [blocks.quantize(x, E4M3) for blocks in (ROWS, VECTORS, SQUARES, MX)]
 

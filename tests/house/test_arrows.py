@@ -103,15 +103,15 @@ def circle(root: Path) -> list[str] | None:
     return None
 
 
-def test_parts_import_only_what_lies_below_them():
+def test_rooms_import_only_lower_floors():
     assert wrong_arrows(ROOT) == []
 
 
-def test_no_file_imports_itself_by_way_of_others():
+def test_imports_have_no_cycle():
     assert circle(ROOT) is None
 
 
-def test_each_backend_keeps_to_its_own_folder():
+def test_backends_do_not_import_each_other():
     backends = ("native", "te", "torchao")
     for name, targets in arrows(ROOT).items():
         mine = name.split(".")[1] if name.startswith("compute.") else None
@@ -130,7 +130,7 @@ PLANTED = {
 }
 
 
-def test_planted_arrows_are_found_and_no_others(tmp_path):
+def test_planted_upward_imports_are_found(tmp_path):
     """Plant one per file, all in one copy of the package."""
     copied = tmp_path / "fp8_backends"
     for name in modules(ROOT).values():
@@ -144,7 +144,7 @@ def test_planted_arrows_are_found_and_no_others(tmp_path):
     assert sorted(message.split()[0] for message in messages) == sorted(names)
 
 
-def test_a_planted_circle_is_found(tmp_path):
+def test_planted_cycle_is_found(tmp_path):
     (tmp_path / "a.py").write_text("from . import b\n")
     (tmp_path / "b.py").write_text("def late():\n    from .a import x\n")
     assert set(circle(tmp_path)) == {"a", "b"}

@@ -120,16 +120,16 @@ def spdx(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_import_is_of_a_declared_package():
+def test_imports_are_declared():
     modules = {module_of(name) for name in every_requirement()} | set(BROUGHT_BY)
     assert {name: files for name, files in third_party_imports().items() if name not in modules} == {}
 
 
-def test_what_is_always_required_is_imported():
+def test_required_packages_are_imported():
     assert [each.name for each in declared()[""] if module_of(each.name) not in third_party_imports()] == []
 
 
-def test_the_versions_that_the_tests_ran_with_satisfy_every_bound():
+def test_tested_versions_satisfy_every_bound():
     lines = (HERE / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pinned = {canonicalize_name(name): Version(version) for name, version in pinned.items()}
@@ -140,14 +140,14 @@ def test_the_versions_that_the_tests_ran_with_satisfy_every_bound():
             assert name in pinned and requirement.specifier.contains(pinned[name]), name
 
 
-def test_what_is_installed_satisfies_every_bound():
+def test_installed_versions_satisfy_every_bound():
     bounds = every_requirement()
     here = {name: found.version for name, found in installed().items() if name in bounds}
     assert len(here) >= len(declared()[""])
     assert [name for name, version in here.items() if not bounds[name].specifier.contains(version)] == []
 
 
-def test_a_bound_stands_once():
+def test_each_bound_is_declared_once():
     bounds: dict[str, set[str]] = {}
     for requirements in declared().values():
         for each in requirements:
@@ -155,7 +155,7 @@ def test_a_bound_stands_once():
     assert {name: each for name, each in bounds.items() if len(each) > 1} == {}
 
 
-def test_all_that_is_pulled_in_has_a_licence_that_permits():
+def test_dependencies_have_permissive_licences():
     others = {name: each for name, each in installed().items() if not name.startswith(OF_NVIDIA)}
     found = {name: licences(each.metadata) for name, each in others.items()}
     assert {name: named - PERMISSIVE for name, named in found.items() if named - PERMISSIVE} == {}
@@ -174,7 +174,7 @@ def test_all_that_is_pulled_in_has_a_licence_that_permits():
         ({"License": "GPL", "Classifier": "License :: OSI Approved :: MIT License"}, {"MIT"}),
     ],
 )
-def test_how_a_licence_is_read(fields, named):
+def test_licence_metadata_is_parsed(fields, named):
     metadata = Message()
     metadata["Name"] = "some-package"
     for key, value in fields.items():

@@ -119,7 +119,7 @@ def test_package_trains_without_features_and_refuses_their_fields(tmp_path, dele
         assert (monitor.returncode, monitor.stdout, monitor.stderr.strip()) == (2, "", line)
 
 
-def test_each_event_of_a_feature_is_run_and_explained():
+def test_feature_events_are_run_and_documented():
     """A misspelt event would be ignored."""
     sources = [path.read_text(encoding="utf-8") for path in Path(fp8_backends.__file__).parent.rglob("*.py")]
     events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}

@@ -110,7 +110,7 @@ OTHER_THAN_THE_DEFAULT = {
 
 
 @pytest.mark.parametrize("name", OTHER_THAN_THE_DEFAULT)
-def test_rule_3_a_value_given_is_a_value_used(name):
+def test_rule_3_given_values_are_used(name):
     """`native:dynamic` reads none of these fields: each is refused by name, and none is dropped."""
     assert name in FIELDS or name == "use_mxfp8_block_scaling"
     with pytest.raises(fp8_backends.RecipeError, match=name.split("_")[0]):
@@ -162,7 +162,7 @@ def test_rule_6_no_process_wide_state(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rule_7_what_is_saved_is_plain(backend, tmp_path):
+def test_rule_7_saved_state_is_plain(backend, tmp_path):
     """Write original names and dtypes to a safetensors file for stock models; resume bitwise."""
     model, optimizer = fp8_backends.prepare(*made(), backend)
     for seed in range(3):

@@ -59,7 +59,7 @@ def test_import_prints_nothing_and_loads_nothing_heavy(import_run):
     assert not added & set(HEAVY)
 
 
-def test_import_takes_at_most_a_third_longer_than_accelerates(import_run):
+def test_import_is_at_most_a_third_slower_than_accelerate(import_run):
     ratios = [json.loads(import_run.stdout)["ratio"]]
     if ratios[0] > 0.3:  # a busy machine: once more
         ratios.append(json.loads(run(OBSERVED_IMPORT).stdout)["ratio"])
@@ -67,7 +67,7 @@ def test_import_takes_at_most_a_third_longer_than_accelerates(import_run):
 
 
 @pytest.mark.slow
-def test_import_connects_and_the_environment_variable_leaves_accelerate_untouched(import_run):
+def test_import_connects_unless_disabled_by_environment(import_run):
     assert json.loads(import_run.stdout)["patched"]
     assert not json.loads(run(OBSERVED_IMPORT, FP8_BACKENDS_DISABLE="1").stdout)["patched"]
 
@@ -79,7 +79,7 @@ def test_resolving_and_planning_load_nothing_heavy():
     assert not set(HEAVY) & set(run(f"{use}\nimport sys; print(*sys.modules)").stdout.split())
 
 
-def test_every_public_name_exists_and_is_no_module():
+def test_public_names_exist_and_are_not_modules():
     """Importing a module named like a public function would overwrite it."""
     for name in fp8_backends.__all__:
         assert not isinstance(getattr(fp8_backends, name), type(sys))
@@ -110,11 +110,11 @@ print("all there")
 
 
 @pytest.mark.slow
-def test_names_that_the_guides_give_are_there_after_a_plain_import():
+def test_documented_names_are_available_after_import():
     assert run(NAMES_OF_THE_GUIDES).stdout == "all there\n"
 
 
-def test_version_is_read_by_setup_without_an_import():
+def test_setup_reads_version_without_import():
     configuration = read_configuration(Path(__file__).parents[2] / "setup.cfg")
     assert configuration["metadata"]["version"] == fp8_backends.__version__
     source = ast.parse(Path(fp8_backends.__file__).read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ def shown(trained) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["audit", "report", "plan", "finding", "findings"])
-def test_a_report_is_a_table_with_the_words_of_its_text(name, trained):
+def test_report_table_has_words_of_its_text(name, trained):
     report = shown(trained)[name]
     html = report._repr_html_()
     found = tables(html)
@@ -60,12 +60,12 @@ def test_an_audit_has_a_table_for_products_reasons_and_bytes(trained):
     assert sizes[0] == ["bytes", "weight", "master", "gradient", "optimizer", "total"]
 
 
-def test_no_finding_is_a_sentence():
+def test_empty_findings_show_a_sentence():
     found = fp8_backends.validate("native:dynamic", chip="hopper", parallel="none")
     assert found == [] and found._repr_html_() == "<p>nothing is known to go wrong</p>"
 
 
-def test_numbers_stand_to_the_right():
+def test_numbers_are_right_aligned():
     html = as_html("", [("name", "share", "none"), ("bf16", "94 %", "–"), ("O2", "3.1", "?")])
     sides = [cell.get("style").split(";")[0] for cell in ElementTree.fromstring(f"<div>{html}</div>").iter("td")]
     assert sides == ["text-align: left", "text-align: right", "text-align: right"] * 2

@@ -136,7 +136,7 @@ def patched_files(root: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_the_list_names_the_files_that_patch_and_no_others():
+def test_list_names_exactly_the_patching_files():
     named = set(re.findall(r"``([a-z_0-9/]+\.py)``", LIST.read_text(encoding="utf-8")))
     found = patched_files(ROOT)
     assert not {name: what for name, what in found.items() if name not in named}, "not in docs/patches.rst"
@@ -179,6 +179,6 @@ def test_a_planted_patch_is_found(planted, tmp_path):
         "def keep(): pass\ndef f(config, keep):\n    config.keep = keep",
     ],
 )
-def test_what_is_no_patch_passes(plain, tmp_path):
+def test_ordinary_code_passes_patch_check(plain, tmp_path):
     (tmp_path / "extra.py").write_text(plain)
     assert not patched_files(tmp_path)

@@ -183,7 +183,7 @@ def is_self(node: ast.Attribute) -> bool:
 
 
 @pytest.mark.slow
-def test_the_backend_registry_is_the_only_state_of_the_process():
+def test_backend_registry_is_the_only_process_state():
     assert set(hidden_state(ROOT)) == ALLOWED
 
 
@@ -223,6 +223,6 @@ def test_planted_state_is_found(name, planted, tmp_path):
         "import functools\n@functools.cache\ndef f(x):\n    return x + 1",
     ],
 )
-def test_what_is_no_state_passes(plain, tmp_path):
+def test_constants_pass_state_check(plain, tmp_path):
     (tmp_path / "extra.py").write_text(plain)
     assert hidden_state(tmp_path) == []

@@ -75,7 +75,7 @@ def test_guides_name_things_with_nouns(page):
     assert stacked <= STACKED_SHARE
 
 
-def test_the_measure_finds_clauses_and_skips_code():
+def test_prose_measure_counts_clauses_and_skips_code():
     page = "Title\n=====\n\nA thing that is told. Plain words here.\n\n.. code-block:: python\n\n   what = which\n"
     assert list(paragraphs(page)) == ["Title", "A thing that is told. Plain words here."]
     assert shares(["A thing that is told. Plain words here."]) == (0.5, 0.0)

@@ -134,7 +134,7 @@ def listed() -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_what_can_run_code_is_what_the_guide_to_security_names():
+def test_security_guide_names_all_code_execution():
     assert found(ROOT) == listed()
 
 
@@ -190,12 +190,12 @@ def test_a_planted_violation_is_found(planted, tmp_path):
         "import tempfile\ntempfile.mkdtemp()",
     ],
 )
-def test_what_runs_no_code_passes(plain, tmp_path):
+def test_harmless_code_passes_security_check(plain, tmp_path):
     (tmp_path / "extra.py").write_text(plain)
     assert found(tmp_path) == {}
 
 
-def test_every_environment_variable_that_is_read_is_in_the_guide():
+def test_guide_lists_environment_variables():
     text = GUIDE.read_text("utf-8")
     read = set()
     for file in ROOT.rglob("*.py"):

@@ -101,7 +101,7 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 @pytest.mark.nightly
-def test_types_are_known_and_every_mistake_is_found(tmp_path):
+def test_mypy_accepts_examples_and_finds_mistakes(tmp_path):
     """Check all in one test, since mypy reads PyTorch each time. The examples must be without error."""
     errors = errors_of_mypy(tmp_path)
     planted = {line for line, _ in errors.pop("planted.py")}
@@ -111,14 +111,14 @@ def test_types_are_known_and_every_mistake_is_found(tmp_path):
     assert min(planted) >= first
 
 
-def test_that_program_uses_every_public_name():
+def test_typed_program_uses_every_public_name():
     tree = ast.parse(SURFACE.read_text(encoding="utf-8"))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert set(fp8_backends.__all__) - names - attributes == set()
 
 
-def test_a_program_is_told_that_there_are_types():
+def test_wheel_contains_type_marker():
     """`package_data` puts the marker into a wheel."""
     settings = (PACKAGE.parent / "setup.cfg").read_text(encoding="utf-8")
     assert (PACKAGE / "py.typed").exists() and "\n    py.typed\n" in settings

@@ -14,7 +14,7 @@ from fp8_backends.words import counted, share
 
 
 @pytest.mark.slow
-def test_a_noun_goes_with_its_number():
+def test_noun_agrees_with_its_number():
     assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 
@@ -26,12 +26,12 @@ def test_a_noun_goes_with_its_number():
         *[(0.99996, "over 99.9 %"), (1e-9, "under 0.1 %")],
     ],
 )
-def test_a_share_in_percent(part, text):
+def test_share_is_formatted_in_percent(part, text):
     assert share(part) == text
 
 
 @given(st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True))
-def test_only_nothing_is_0_percent_and_only_all_is_100(part):
+def test_only_exact_shares_print_0_and_100_percent(part):
     assert share(part) not in ("0 %", "100 %")
     (number,) = re.findall(r"[0-9.]+", share(part))
     assert abs(float(number) - 100 * part) <= 0.5
@@ -41,7 +41,7 @@ NEVER_ONE = {"tools/compare/summary.py"}
 """Files with a number before a plural that is never 1 there."""
 
 
-def test_no_sentence_puts_a_number_before_a_plural_by_hand():
+def test_package_uses_counted_for_plurals():
     """`{len(…)} layers` prints "1 layers" one day; `counted` does not."""
     root = Path(fp8_backends.__file__).parent
     by_hand = re.compile(r"\{len\([^{}]*\)\} [a-z]+(?: [a-z]+)?s\b")

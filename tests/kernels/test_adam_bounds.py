@@ -29,7 +29,7 @@ STORED = {"plain": (None, None, None), "O2": ("fp16", "e4m3", "fp16"), "O4": ("s
     zeros=some.tuples(*[some.sampled_from([0.0, 0.0, 0.5, 1.0])] * 4),
     seed=some.integers(0, 2**31),
 )
-def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, maximize, stored, zeros, seed):
+def test_elements_stay_within_bound(sizes, spread, betas, eps, lr, step, decoupled, maximize, stored, zeros, seed):
     """Use states beyond any run of Adam: the magnitudes of exp_avg and exp_avg_sq are unrelated."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,7 +51,7 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
         assert bound.isinf() or values.abs().amax() <= bound.double()
 
 
-def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
+def test_bounds_of_a_run_from_zero_are_near_amaxes():
     """After 40 steps, bounds of weight, exp_avg and exp_avg_sq are within one or two powers of two."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4096, generator=generator) * 0.02, torch.zeros(4096), torch.zeros(4096)
@@ -67,7 +67,7 @@ def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
 
 
 @pytest.mark.parametrize("size,eps", [(1e-6, 1e-8), (1e8, 1e-8), (1e12, 1e-8), (1.0, 1e-15), (1.0, LEAST_ROOT)])
-def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, eps):
+def test_weight_bound_stays_near_amax_for_any_gradient(size, eps):
     """A bound far above it would flush an FP16 weight to zeros."""
     values = torch.ones(64), torch.zeros(64), torch.zeros(64)
     parts = [slot(x, kind) for x, kind in zip(values, STORED["O2"], strict=True)]
@@ -81,7 +81,7 @@ def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, e
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient", "O4"])
-def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
+def test_one_pass_matches_two_passes_with_same_scales(case, options):
     one, two = jobs(case, options), jobs(case, options, bounded=False)
     both = zip(AdamSteps(one, fused=False).amaxes(), AdamSteps(two, fused=False).amaxes(), strict=True)
     of_blocks = [[own if bound is None else bound for bound, own in zip(*pair, strict=True)] for pair in both]

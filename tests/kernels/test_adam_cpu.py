@@ -33,11 +33,11 @@ KEPT = [("O2", "adamw"), ("all blocks", "adamw"), ("bf16", "adamw"), ("O4", "ada
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case,options", nightly_but(KEPT, KINDS))
-def test_all_parameters_are_stepped_to_the_bit(case, options):
+def test_parameters_step_bitwise_like_reference(case, options):
     check(lambda: jobs(case, options, sizes=SIZES), steps=2)
 
 
-def test_the_copy_of_a_master_is_cast_to_the_bit_with_the_scale_of_the_bound():
+def test_master_copy_is_cast_bitwise_with_bound_scale():
     ours, _ = check(lambda: jobs(copied=True, sizes=SIZES), steps=3)
     largest = value(ours[0].copy).abs().max()
     assert 1 / 1.07 <= largest / measured(*ours[0].written)[0] <= 1.07
@@ -52,7 +52,7 @@ def test_the_copy_of_a_master_is_cast_to_the_bit_with_the_scale_of_the_bound():
     zeros=some.tuples(*[some.sampled_from([0.0, 0.5, 1.0])] * 4),
     seed=some.integers(0, 2**31),
 )
-def test_any_states_are_stepped_to_the_bit(numel, sizes, spread, zeros, seed):
+def test_arbitrary_states_step_bitwise_like_reference(numel, sizes, spread, zeros, seed):
     """Use states beyond any run of Adam: a share of each is 0, elements and whole blocks."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -75,7 +75,7 @@ def test_any_states_are_stepped_to_the_bit(numel, sizes, spread, zeros, seed):
 
 
 @pytest.mark.parametrize("case", ["O2", "O4"])
-def test_the_record_has_what_is_stored_of_a_positive_second_moment_that_rounds_to_zero(case):
+def test_record_includes_least_stored_second_moment(case):
     def make():
         ones, largest = torch.ones(64), torch.tensor([1e10] + [0.0] * 63)
         values = ones, 1e-6 * ones, ones, largest
@@ -88,7 +88,7 @@ def test_the_record_has_what_is_stored_of_a_positive_second_moment_that_rounds_t
 
 @pytest.mark.parametrize("case", ["O2", "all blocks", "wide gradient", "O4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, bad):
+def test_only_non_finite_gradients_count_as_zero(case, bad):
     cases.check_non_finite_gradient(case, bad)
 
 
@@ -109,7 +109,7 @@ def test_huge_and_tiny_gradients(size):
 
 
 @pytest.mark.parametrize("case", ["O2", "O4"])
-def test_lanes_behind_the_last_element_hold_no_value(case):
+def test_lanes_beyond_last_element_are_ignored(case):
     """With the least eps allowed for bounds, such lanes divide 0 by almost nothing."""
     hyper = hyper_of(eps=LEAST_ROOT)
     ours, _ = check(lambda: [job._replace(hyper=hyper) for job in jobs(case, sizes=(1, 17, 130))])
@@ -117,7 +117,7 @@ def test_lanes_behind_the_last_element_hold_no_value(case):
 
 
 @pytest.mark.parametrize("case", ["O2", "O4"])
-def test_a_weight_that_is_not_finite_is_marked(case):
+def test_non_finite_weight_is_marked(case):
     both = jobs(case), jobs(case)
     for of, fused in zip(both, (True, False), strict=True):
         of[0].weight.scale_inv.fill_(float("inf"))
@@ -127,23 +127,23 @@ def test_a_weight_that_is_not_finite_is_marked(case):
     assert all_bits(both[0][1:]) == all_bits(both[1][1:])
 
 
-def test_a_step_in_its_parts_is_the_step():
+def test_partial_steps_match_whole_step():
     cases.check_steps_in_three_parts()
 
 
 @pytest.mark.parametrize("case", ["O1", "O2 blocks"])
-def test_bounds_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
+def test_synchronized_bounds_and_finiteness_are_used(case):
     cases.check_agreed_bounds(case)
 
 
-def test_no_call_is_added_for_more_parameters_and_a_table_is_small(monkeypatch):
+def test_number_of_calls_is_constant_and_table_small(monkeypatch):
     cases.check_launches(adam_cpu.CPUKernels, monkeypatch)
     of = jobs(sizes=(40,) * 9)
     table = AdamTable(of[0].kind, of, adam_cpu.kernels(of[0].kind))
     assert sum(each.numel() for each in vars(table).values() if isinstance(each, torch.Tensor)) <= 30 * 9
 
 
-def test_jobs_without_a_kernel_are_left_to_pytorch():
+def test_unsupported_jobs_fall_back_to_pytorch():
     """Include jobs without a record, unless nothing has a scale, and fake tensors."""
     for case, fused in (("O2", False), ("bf16 states", True)):
         steps = AdamSteps(jobs(case, bounded=False))
@@ -155,12 +155,12 @@ def test_jobs_without_a_kernel_are_left_to_pytorch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states", "O4"])
-def test_a_parameter_of_several_chunks_and_of_several_parts_of_a_pass(case):
+def test_parameter_of_several_chunks_and_passes(case):
     """The passes work on 2**18 elements at a time, the kernels on 2**16."""
     check(lambda: jobs(case, sizes=(2**19 + 77,)))
 
 
-def test_what_is_written_counts_as_changed_in_place():
+def test_kernel_writes_bump_version_counters():
     (job,) = jobs(copied=True, sizes=(40,))
     written = [part for slot in (*job.written, job.copy) for part in slot[:2]]
     versions = [part._version for part in written]
@@ -170,7 +170,7 @@ def test_what_is_written_counts_as_changed_in_place():
     assert [part._version for part in job.grad[:2]] == untouched
 
 
-def test_several_threads_write_the_same():
+def test_several_threads_write_same_bits():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -196,7 +196,7 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(tmp_path):
+def test_concurrent_processes_compile_once_with_notice_on_first_rank(tmp_path):
     """The compiler writes its file slowly: a process without the lock would load half of it."""
     compiler, log = tmp_path / "slow-g++", tmp_path / "log"
     compiler.write_text(

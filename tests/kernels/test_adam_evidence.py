@@ -74,21 +74,21 @@ def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [5e-6, 2e-6])
 @pytest.mark.parametrize("level", LEVELS)
-def test_small_learning_rates_move_every_weight_as_far_as_fp32(lr, level):
+def test_small_learning_rates_move_weights_like_fp32(lr, level):
     projection, stuck = fine_tuning(lr, "stochastic", level)
     assert abs(projection - 1) < 0.05 and stuck == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lr,lost,never_moved", [(5e-6, 0.2, 0.1), (2e-6, 0.5, 0.3)])
-def test_rounding_to_nearest_loses_them(lr, lost, never_moved):
+def test_nearest_rounding_loses_small_steps(lr, lost, never_moved):
     """Show MS-AMP's rounding, and the reason against it as default. Stuck: never moved, though FP32 moved by over 4
     FP16 steps."""
     projection, stuck = fine_tuning(lr, "nearest")
     assert projection < 1 - lost and stuck > never_moved
 
 
-def test_a_moving_average_reaches_its_target_and_stalls_below_it_with_nearest():
+def test_moving_average_converges_and_stalls_with_nearest():
     reached = {}
     for rounding in ("stochastic", "nearest"):
         weight, both = Slot(torch.zeros(4096)), states("O2", 4096)
@@ -119,12 +119,12 @@ def smallest_decade(span, constant, block_size=0, gradient_kind="e4m3", rounding
 
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("block_size", [0, 128, 32])
-def test_gradients_that_span_1e_4_update_the_smallest_decade_as_fp32_does(constant, block_size):
+def test_gradients_spanning_1e_4_update_smallest_decade(constant, block_size):
     assert abs(smallest_decade(1e-4, constant, block_size) - 1) < 0.1
 
 
 @pytest.mark.slow
-def test_even_1e_5_and_one_scale_a_tensor_is_enough():
+def test_gradients_spanning_1e_5_need_one_scale_per_tensor():
     """Blocks of exp_avg are no better here, and at a span of 1e-6 the limit is the FP8 gradient, not the state."""
     assert all(abs(smallest_decade(1e-5, constant) - 1) < 0.1 for constant in (False, True))
     for block_size in (0, 128, 32):
@@ -167,7 +167,7 @@ def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["e4m3", None])
 @pytest.mark.parametrize("at", [1, 2, 10])
-def test_a_gradient_that_is_not_finite_leaves_everything_finite_and_training_goes_on(level, kind, at):
+def test_non_finite_gradient_leaves_states_finite_and_training_continues(level, kind, at):
     generator = torch.Generator().manual_seed(0)
     weight, both = slot(torch.randn(256, generator=generator) * 0.02, "fp16"), states(level, 256)
     for t in range(1, 13):

@@ -40,7 +40,7 @@ def random_tensor(count, seed=0):
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("field", FIELDS.values(), ids=list(FIELDS))
-def test_stochastic_rounding_is_the_reference_to_the_bit(fmt, field):
+def test_stochastic_rounding_matches_reference_bitwise(fmt, field):
     values, random = spread(fmt, 100_000), random_tensor(100_000)
     low, bits = field
     expected = reference.stochastic_round(values, fmt, (random.long() >> low) & (2**bits - 1), bits)
@@ -53,7 +53,7 @@ def test_stochastic_rounding_is_the_reference_to_the_bit(fmt, field):
 @EVERY_FORMAT
 @given(st.floats(width=32, allow_nan=False), st.integers(0, 2**20))
 @settings(max_examples=60)
-def test_stochastic_rounding_gives_a_neighbour_of_the_value(fmt, value, seed):
+def test_stochastic_rounding_returns_a_neighbour(fmt, value, seed):
     values = torch.full((64,), value)
     ours = rounded(values, fmt, random_tensor(64, seed))
     assert torch.equal(ours.to(fmt.dtype).float(), ours)  # representable
@@ -69,7 +69,7 @@ def test_stochastic_rounding_gives_a_neighbour_of_the_value(fmt, value, seed):
 @EVERY_FORMAT
 @pytest.mark.parametrize("exponent", ["normal", "subnormal"])
 @pytest.mark.parametrize("name", list(FIELDS))
-def test_stochastic_rounding_keeps_the_expected_value(fmt, exponent, name):
+def test_stochastic_rounding_is_unbiased(fmt, exponent, name):
     """200,000 draws of each fraction: the mean is within five standard errors, and half of the field's resolution."""
     info = torch.finfo(fmt.dtype)
     if fmt is BF16:  # its subnormals are FP32's own
@@ -87,7 +87,7 @@ def test_stochastic_rounding_keeps_the_expected_value(fmt, exponent, name):
 
 
 @EVERY_FORMAT
-def test_nearest_rounding_is_the_cast(fmt):
+def test_nearest_rounding_matches_cast(fmt):
     values = spread(fmt, 100_000)
     codes = torch.arange(2**15 if fmt.dtype.itemsize == 2 else 2**7).to(
         torch.int16 if fmt.dtype.itemsize == 2 else torch.uint8
@@ -111,7 +111,7 @@ def test_every_code_decodes_to_its_value(fmt):
 
 
 @EVERY_FORMAT
-def test_a_positive_second_moment_never_becomes_zero(fmt):
+def test_positive_second_moment_never_becomes_zero(fmt):
     values = torch.tensor([0.0, 2.0**-125, torch.finfo(fmt.dtype).smallest_normal * 2.0**-12, 1.0])
     smallest = torch.finfo(fmt.dtype).smallest_normal * torch.finfo(fmt.dtype).eps
     for random in (None, torch.zeros(4, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)):
@@ -119,7 +119,7 @@ def test_a_positive_second_moment_never_becomes_zero(fmt):
         assert ours[0] == 0 and (ours[1:] >= smallest).all() and ours[3] == 1
 
 
-def test_random_bits_follow_from_seed_step_and_index_alone():
+def test_random_bits_depend_only_on_seed_step_and_index():
     key = rounding.random_key(12345, torch.tensor(7.0))
     ours = [rounding.random_bits(key, start, 100) for start in (0, 50)]
     assert [x % 2**32 for x in ours[0].tolist()] == reference.random_bits(100, 12345, 7)
@@ -161,7 +161,7 @@ def stored_by_the_reference(values, like, rounding, field, above_zero):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("decoupled,maximize", [(True, False), (False, True)])
-def test_a_step_is_the_reference_to_the_bit(case, rounding, decoupled, maximize):
+def test_step_matches_reference_bitwise(case, rounding, decoupled, maximize):
     parts = slots(case, 1000)
     options = {"decoupled": decoupled, "maximize": maximize}
     new = reference.adam_step(*(value(part) for part in parts), **STEP, **options, rounded=reference.to_fp32)
@@ -179,7 +179,7 @@ def test_a_step_is_the_reference_to_the_bit(case, rounding, decoupled, maximize)
 
 
 @pytest.mark.parametrize("decoupled,maximize", [(True, False), (False, True)])
-def test_the_reference_in_fp32_operations_is_the_exact_one_up_to_their_roundings(decoupled, maximize):
+def test_fp32_reference_matches_exact_one_up_to_rounding(decoupled, maximize):
     values = [value(part) for part in slots("fp32", 1000)]
     options = {"decoupled": decoupled, "maximize": maximize}
     exact = reference.adam_step(*values, **STEP, **options)
@@ -191,7 +191,7 @@ def test_the_reference_in_fp32_operations_is_the_exact_one_up_to_their_roundings
         assert 0 < error <= 10 * 2.0**-24 * theirs.abs().max()
 
 
-def test_the_exact_update_is_that_of_a_step_which_leaves_the_moments_as_they_are():
+def test_exact_update_matches_step_with_constant_moments():
     """Use a gradient equal to exp_avg, and its square as exp_avg_sq."""
     weight, moment = torch.randn(100, dtype=torch.float64), torch.rand(100, dtype=torch.float64) + 0.1
     for decoupled in (True, False):
@@ -205,7 +205,7 @@ def test_the_exact_update_is_that_of_a_step_which_leaves_the_moments_as_they_are
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_plain_fp32_is_torch_to_1e_6(decoupled, maximize, weight_decay):
+def test_plain_fp32_matches_torch_to_1e_6(decoupled, maximize, weight_decay):
     parts = slots("fp32", 2000)
     parts[2].data.zero_(), parts[3].data.zero_()
     weight = torch.nn.Parameter(parts[0].data.clone())
@@ -221,7 +221,7 @@ def test_plain_fp32_is_torch_to_1e_6(decoupled, maximize, weight_decay):
     assert (stock.state[weight]["exp_avg_sq"] - parts[3].data).abs().max() <= 1e-6
 
 
-def test_the_copy_of_a_master_is_its_values_to_nearest():
+def test_master_copy_is_rounded_to_nearest():
     """At O3, cast E4M3 from the stored FP16 weight, bitwise as quantizing it."""
     for seed in range(20):
         parts = slots("O2", 500, seed)
@@ -233,7 +233,7 @@ def test_the_copy_of_a_master_is_its_values_to_nearest():
 
 @pytest.mark.parametrize("case", ["fp32", "O1", "O2", "O2 blocks", "bf16 weight and gradient"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_counts_as_zero(case, bad):
+def test_non_finite_gradient_counts_as_zero(case, bad):
     parts, zero = slots(case, 300), slots(case, 300)
     values = value(parts[1])
     values[17] = bad
@@ -245,7 +245,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero(case, bad):
     assert all(torch.isfinite(value(part)).all() for part in (parts[0], *parts[2:]))
 
 
-def test_huge_and_tiny_gradients_leave_everything_finite():
+def test_huge_and_tiny_gradients_keep_states_finite():
     for size in (1e30, 3e38, 1e18, 1e-38, 1e-44):
         parts = slots("O2", 300)
         parts[1] = Slot(torch.full((300,), size))
@@ -265,7 +265,7 @@ def test_learning_rate_and_betas_may_be_tensors():
     assert meta.shape == numbers.shape  # a device without readable values: nothing waited for one
 
 
-def test_hyperparameters_of_many_parameters_at_once_are_those_of_each():
+def test_batched_hyperparameters_match_single_ones():
     counts = [torch.tensor(float(t)) for t in (1, 7, 7, 1000)]
     options = (1e-3, (0.9, 0.999), 1e-8, 0.1)
     each = torch.stack([adam_hyper(*options, count, "cpu") for count in counts])

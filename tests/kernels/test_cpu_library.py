@@ -84,7 +84,7 @@ def plant(cache, content, digest=None):
     return planted
 
 
-def test_what_is_compiled_is_kept_for_the_next_process_and_nobody_else_can_read_or_write_it(source, cache, monkeypatch):
+def test_compiled_library_is_cached_privately(source, cache, monkeypatch):
     monkeypatch.setenv("CXX", "g++")
     umask = os.umask(0)
     try:
@@ -100,7 +100,7 @@ def test_what_is_compiled_is_kept_for_the_next_process_and_nobody_else_can_read_
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 5000, -1])
-def test_a_half_written_library_is_compiled_anew(source, cache, length):
+def test_half_written_library_is_recompiled(source, cache, length):
     assert answer(source) == OURS
     (library,) = libraries(cache)
     whole = library.read_bytes()
@@ -111,7 +111,7 @@ def test_a_half_written_library_is_compiled_anew(source, cache, length):
 
 
 @pytest.mark.parametrize("named_by_its_content", [False, True])
-def test_a_planted_library_is_loaded_only_under_the_name_of_its_content(source, cache, foreign, named_by_its_content):
+def test_planted_library_needs_the_name_of_its_content(source, cache, foreign, named_by_its_content):
     """Trust this user's files: nothing else is wrong with the planted one."""
     assert answer(source) == OURS
     digest = libraries(cache)[0].stem.rpartition("-")[2]
@@ -146,13 +146,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("make_suspicious", WAYS.values(), ids=list(WAYS))
-def test_a_file_that_others_could_have_written_is_not_loaded(source, cache, foreign, make_suspicious):
+def test_file_writable_by_others_is_not_loaded(source, cache, foreign, make_suspicious):
     assert answer(source) == OURS
     make_suspicious(plant(cache, foreign))
     assert answer(source) == OURS
 
 
-def test_ones_own_folder_that_others_may_write_is_closed(source, cache):
+def test_own_folder_writable_by_others_is_closed(source, cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     assert answer(source) == OURS and stat.S_IMODE(cache.stat().st_mode) == 0o700
@@ -173,7 +173,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil, reason", SPOILED.values(), ids=list(SPOILED))
-def test_a_folder_that_others_could_have_filled_is_left_alone(source, cache, spoil, reason):
+def test_foreign_folder_is_not_used(source, cache, spoil, reason):
     cache.mkdir(parents=True)
     spoil(cache)
     with pytest.warns(UserWarning, match=f"for this process alone.*{reason}.*XDG_CACHE_HOME") as seen:
@@ -198,7 +198,7 @@ def users(monkeypatch):
 
 
 @pytest.mark.parametrize("members", [(), ("me",)])
-def test_a_folder_that_ones_own_private_group_may_write_is_ones_own(source, cache, users, members):
+def test_folder_writable_by_private_group_is_used(source, cache, users, members):
     """Use the umask 002 of Fedora and some Debian systems, which makes all folders group-writable."""
     users(members=members)
     before = os.umask(0o002)
@@ -220,7 +220,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("group", SHARED.values(), ids=list(SHARED))
-def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, group):
+def test_folder_writable_by_shared_group_is_not_used(cache, users, group):
     users(**group)
     cache.mkdir(parents=True)
     cache.parent.chmod(0o770)
@@ -228,7 +228,7 @@ def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, 
         cpu_library.make_own(cache)
 
 
-def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkeypatch):
+def test_folder_with_access_control_list_is_not_used(cache, users, monkeypatch):
     """Fake the answer: not every file system of a test has such lists."""
     users()
     cache.mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkey
         cpu_library.make_own(cache)
 
 
-def test_a_folder_all_may_write_where_none_can_rename_is_no_danger(source, cache, tmp_path, monkeypatch):
+def test_sticky_world_writable_folder_is_used(source, cache, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tmp" / "mine"))
@@ -255,7 +255,7 @@ def test_a_relative_cache_folder_is_ignored(source, cache, tmp_path, monkeypatch
     assert len(libraries(tmp_path / "home" / ".cache" / "fp8_backends")) == 1
 
 
-def test_without_a_home_each_process_compiles_and_leaves_nothing(source, cache, tmp_path, monkeypatch):
+def test_without_home_each_process_compiles_and_leaves_nothing(source, cache, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "relative")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -274,7 +274,7 @@ def counting_compiler(tmp_path, monkeypatch, line='exec g++ "$@"'):
     return log
 
 
-def test_threads_that_start_together_compile_once_and_all_have_it(source, cache, tmp_path, monkeypatch, capfd):
+def test_concurrent_threads_compile_once(source, cache, tmp_path, monkeypatch, capfd):
     log = counting_compiler(tmp_path, monkeypatch)
     library, barrier, answers = Library(source, FLAGS), threading.Barrier(8), []
 
@@ -291,7 +291,7 @@ def test_threads_that_start_together_compile_once_and_all_have_it(source, cache,
     assert capfd.readouterr().err.count("compiling the optimizer step") == 1
 
 
-def test_what_failed_is_tried_again_after_a_pause(source, cache, monkeypatch):
+def test_failed_compilation_is_retried_after_a_pause(source, cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     library = Library(source, FLAGS)
     with pytest.warns(UserWarning, match="runs uncompiled.*XDG_CACHE_HOME.*no-such-compiler"):
@@ -303,7 +303,7 @@ def test_what_failed_is_tried_again_after_a_pause(source, cache, monkeypatch):
     assert library.loaded().answer() == OURS
 
 
-def test_a_compiler_that_does_not_end_is_given_up(source, cache, tmp_path, monkeypatch):
+def test_hanging_compiler_is_abandoned(source, cache, tmp_path, monkeypatch):
     """Include a compiler with a surviving child process."""
     counting_compiler(tmp_path, monkeypatch, "sleep 30")
     monkeypatch.setattr(cpu_library, "LONGEST_COMPILE", 0.2)
@@ -326,13 +326,13 @@ def test_a_compiler_may_have_arguments(source, cache, tmp_path, monkeypatch, com
 
 
 @pytest.mark.parametrize("command, said", [("'g++", "No closing quotation"), ("g++ --no-such-flag", "unrecognized")])
-def test_what_is_wrong_with_a_compiler_is_said(source, cache, monkeypatch, command, said):
+def test_compiler_error_is_reported(source, cache, monkeypatch, command, said):
     monkeypatch.setenv("CXX", command)
     with pytest.warns(UserWarning, match=said):
         assert Library(source, FLAGS).loaded() is None
 
 
-def test_a_lock_that_somebody_holds_too_long_is_passed_over(source, cache, monkeypatch):
+def test_stale_lock_is_ignored(source, cache, monkeypatch):
     assert answer(source) == OURS
     (library,), (lock,) = libraries(cache), cache.glob("*.lock")
     library.unlink()
@@ -342,7 +342,7 @@ def test_a_lock_that_somebody_holds_too_long_is_passed_over(source, cache, monke
         assert answer(source) == OURS
 
 
-def test_what_a_killed_process_left_is_removed(source, cache):
+def test_remains_of_killed_process_are_removed(source, cache):
     left, fresh = cache / "build-killed", cache / "build-running"
     for folder in (left, fresh):
         folder.mkdir(parents=True)
@@ -351,7 +351,7 @@ def test_what_a_killed_process_left_is_removed(source, cache):
     assert answer(source) == OURS and not left.exists() and fresh.exists()
 
 
-def test_a_library_that_cannot_be_loaded_from_the_cache_is_compiled_elsewhere(source, cache, monkeypatch):
+def test_unloadable_cached_library_is_compiled_elsewhere(source, cache, monkeypatch):
     """Imitate a disk mounted with noexec: the first call of dlopen fails."""
     calls, load = [], ctypes.CDLL
 

@@ -12,7 +12,7 @@ from fp8_backends.kernels.adam_table import adam_hypers
 from fp8_backends.kernels.devices import on_device
 
 
-def test_a_cuda_graph_does_not_record_them(monkeypatch):
+def test_cuda_graph_does_not_record_host_copies(monkeypatch):
     """A replay would read freed memory."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert on_device([1, 2], torch.int64, "cpu").tolist() == [1, 2]
@@ -25,7 +25,7 @@ def test_a_cuda_graph_does_not_record_them(monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_other_code_copies_from_pinned_memory():
+def test_only_on_device_copies_from_pinned_memory():
     package = Path(fp8_backends.__file__).parent
     found = {
         f"{file.relative_to(package)}"

@@ -44,13 +44,13 @@ def gpu(monkeypatch):
     return of
 
 
-def test_gpus_from_ampere_on(gpu):
+def test_gpus_since_ampere_use_triton(gpu):
     for capability, usable, has_casts in (((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)):
         tensor = gpu(capability)
         assert triton_gate.usable(tensor) == usable and devices.has_fp8_casts(tensor) == has_casts
 
 
-def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
+def test_environment_disables_triton(gpu, monkeypatch):
     """Read the variable once per device, since every launch checks."""
     for value, usable in (("0", False), ("", True)):
         tensor = gpu((9, 0))
@@ -60,7 +60,7 @@ def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
             value = "" if value == "0" else "0"
 
 
-def test_the_device_is_changed_only_for_another_one(monkeypatch):
+def test_device_guard_only_switches_to_other_devices(monkeypatch):
     """The guard takes as long as a tenth of a launch."""
     tensor = OnGPU()
     monkeypatch.setattr(torch.cuda, "current_device", tensor.get_device)
@@ -70,12 +70,12 @@ def test_the_device_is_changed_only_for_another_one(monkeypatch):
     assert isinstance(guard, torch.cuda.device) and guard.idx == tensor.get_device()
 
 
-def test_gpus_of_amd(gpu, monkeypatch):
+def test_amd_gpus_do_not_use_triton(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not triton_gate.usable(gpu((9, 4)))
 
 
-def test_without_triton_it_is_said_once(monkeypatch, caplog):
+def test_missing_triton_warns_once(monkeypatch, caplog):
     triton_gate.has_triton.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING):
@@ -88,7 +88,7 @@ def test_without_triton_it_is_said_once(monkeypatch, caplog):
 @pytest.mark.parametrize(
     "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
 )
-def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, gpu, caplog):
+def test_gpu_failing_the_trial_uses_plain_operations_with_reason(found, gpu, caplog):
     def obstacle(device):
         assert device == tensor.device
         if isinstance(found, Exception):
@@ -103,7 +103,7 @@ def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, 
     assert [str(found) in line and str(tensor.device) in line for line in said] == [True] * bool(found)
 
 
-def test_a_cpu_alone_does_not(monkeypatch):
+def test_cpu_does_not_use_triton(monkeypatch):
     assert not triton_gate.usable(torch.randn(4)) and not devices.has_fp8_casts(torch.randn(4))
     monkeypatch.setenv(triton_gate.VARIABLE, "interpret")  # without Triton's own switch
     assert not triton_gate.usable(torch.randn(4))

@@ -58,7 +58,7 @@ def high_precision_wgrad(report: dict) -> bool:
     return all(counts["fprop"] and not counts["wgrad"] for counts in report["products"].values())
 
 
-def fault_03_the_backend_flags_of_stock_accelerate():
+def fault_03_backend_flags_of_stock_accelerate_work():
     assert learned(stock("--cpu", "--fp8_backend", "ao"))["recipe"]["name"] == "ao:tensorwise"
     for level in ("O1", "O2"):
         report = learned(stock("--cpu", "--fp8_backend", "msamp", "--fp8_opt_level", level))
@@ -66,7 +66,7 @@ def fault_03_the_backend_flags_of_stock_accelerate():
     assert "te:delayed cannot run here" in refused(stock("--cpu", "--fp8_backend", "te", "--fp8_margin", "1"))
 
 
-def fault_04_keys_that_the_questions_write():
+def fault_04_keys_of_the_wizard_are_read():
     delayed = {"backend": "native:delayed", "amax_history_length": 16, "amax_compute_algorithm": "max"}
     for launcher, options in ((ours, ()), (stocks, ("--import",))):
         recipe = learned(by_file(launcher, delayed, *options))["recipe"]
@@ -75,7 +75,7 @@ def fault_04_keys_that_the_questions_write():
         assert level["name"] == "msamp:O1"
 
 
-def fault_05_the_documented_string_of_overrides():
+def fault_05_documented_override_string_works():
     block = {"backend": "native", "override_linear_precision": "(false, false, true)"}
     assert high_precision_wgrad(learned(by_file(ours, block)))
     assert "write a list, [false, false, false], or use fp8-backends launch" in refused(
@@ -90,7 +90,7 @@ def fault_07_deepspeed_keeps_every_field():
     assert report["recipe"]["margin"] == 2 and high_precision_wgrad(report) and report["kind"] == "DeepSpeedEngine"
 
 
-def fault_19_other_handlers_stay_what_they_are():
+def fault_19_other_handlers_stay_unchanged():
     ranks = ("--cpu", *RANKS, free_port())
     learned(ours(*ranks, "--fp8_backend", "msamp:O2", SCRIPT, OUTPUT, "--other_handlers"))
 
@@ -117,7 +117,7 @@ def fault_21_a_gpu_without_fp8_does_not_turn_it_into_fp16():
     assert "FP16 instead" not in report["printed"]
 
 
-def fault_22_code_that_says_bf16_trains_in_bf16_and_a_line_says_so():
+def fault_22_bf16_in_code_trains_in_bf16_with_notice():
     plain = learned(stocks("--cpu", "--mixed_precision", "bf16", SCRIPT, OUTPUT, "--import"))
     for backend in ("ao", "native:rowwise", "msamp:O2"):
         report = learned(ours("--cpu", "--fp8_backend", backend, SCRIPT, OUTPUT, "--mixed_precision", "bf16"))
@@ -125,7 +125,7 @@ def fault_22_code_that_says_bf16_trains_in_bf16_and_a_line_says_so():
         assert report["printed"].count("FP8 is off") == 1
 
 
-def fault_23_regional_compilation_compiles_what_runs():
+def fault_23_regional_compilation_compiles_running_code():
     dynamo = ("--dynamo_backend", "eager", "--dynamo_use_regional_compilation")
     report = learned(ours("--cpu", *dynamo, "--fp8_backend", "native", SCRIPT, OUTPUT, "--blocks"))
     assert report["graphs"] > 0
@@ -139,7 +139,7 @@ def fault_25_filters_filter():
     assert "no layer of this model can run in FP8" in refused(nothing)
 
 
-def fault_26_msamp_and_torchao_go_with_fsdp_and_its_default_loading():
+def fault_26_msamp_and_torchao_train_under_fsdp_with_default_loading():
     fsdp = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP", *RANKS, free_port())
     for backend in ("msamp:O2", "ao"):
         report = learned(ours(*fsdp, "--fp8_backend", backend, SCRIPT, OUTPUT))

@@ -95,7 +95,7 @@ def test_flags_reach_the_worker(flags, name, fields):
     assert {field: getattr(recipe, field) for field in fields} == fields
 
 
-def test_the_script_keeps_its_own_arguments():
+def test_script_keeps_its_arguments():
     started = ours(
         "--cpu", "--fp8_backend", "ao", "train.py", "--fp8_backend", "x", "-m", "--cpu", "--fp8_nonsense", "--", "a b"
     )
@@ -115,7 +115,7 @@ def test_modules_run_as_modules():
     ]
 
 
-def test_every_command_line_goes_through_the_main_command_untouched(monkeypatch):
+def test_main_command_passes_launch_arguments_unchanged(monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run", lambda arguments: seen.append(arguments) or 0)
     for arguments in (["--cpu", "--", "x"], ["--version"], ["-h"], ["train.py", "--", "-m", "launch"], []):
@@ -143,7 +143,7 @@ def test_help_shows_accelerates_flags_and_ours(capsys, monkeypatch):
 # Launchers
 
 
-def test_ranks_on_the_cpu_are_really_started():
+def test_ranks_on_the_cpu_are_started():
     started = ours(
         "--cpu", "--num_processes", "3", "--main_process_port", "15123", "--fp8_backend", "msamp", "train.py"
     )
@@ -152,13 +152,13 @@ def test_ranks_on_the_cpu_are_really_started():
     assert started.command == [sys.executable, "-u", "-m", WORKER, "train.py"]
 
 
-def test_ranks_on_the_cpu_by_configuration_file(tmp_path):
+def test_configuration_file_starts_ranks_on_the_cpu(tmp_path):
     file = yaml_file(tmp_path, distributed_type="MULTI_CPU", num_processes=2, fp8_config={"backend": "ao"})
     started = ours("--config_file", file, "train.py")
     assert started.ranks == 2 and recipe_of(started).name == "ao:tensorwise"
 
 
-def test_ranks_on_a_machine_without_a_gpu(monkeypatch):
+def test_ranks_start_on_a_machine_without_gpu(monkeypatch):
     monkeypatch.setattr(launch, "has_device", lambda: False)
     assert ours("--num_processes", "2", "train.py").ranks == 2
     assert ours("train.py").agent is None
@@ -166,12 +166,12 @@ def test_ranks_on_a_machine_without_a_gpu(monkeypatch):
     assert deepspeed.ranks == 2 and "ACCELERATE_USE_CPU" not in deepspeed.environment
 
 
-def test_ranks_that_something_else_has_started_stay_single(monkeypatch):
+def test_externally_started_ranks_stay_single(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert ours("--cpu", "--num_processes", "2", "train.py").agent is None
 
 
-def test_a_hostfile_is_left_to_mpirun(monkeypatch):
+def test_mpirun_handles_the_hostfile(monkeypatch):
     arguments = ("mpirun", "--hostfile", "-n", "--npernode", "--bind-to")
     monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: arguments)
     started = ours("--cpu", "--num_processes", "2", "--mpirun_hostfile", "hosts", "train.py")
@@ -195,7 +195,7 @@ def test_fsdp_is_passed_on():
     assert started.ranks == 2 and recipe_of(started).name == "te:delayed+msamp:O3"
 
 
-def test_what_the_questions_recommend_for_fsdp2_counts_there_only(tmp_path):
+def test_recommended_fsdp2_settings_apply_only_under_fsdp2(tmp_path):
     block = {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
     assert (
         recipe_of(
@@ -209,7 +209,7 @@ def test_what_the_questions_recommend_for_fsdp2_counts_there_only(tmp_path):
     assert recipe_of(ours("--config_file", file, "train.py")).enable_fsdp_float8_all_gather is True
 
 
-def test_deepspeed_across_machines_carries_the_recipe_through_a_shell(tmp_path):
+def test_multi_node_deepspeed_carries_recipe_through_a_shell(tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     flags = "--use_deepspeed --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a"
     flags += " --deepspeed_hostfile hosts --fp8_include *.mlp.*"
@@ -221,7 +221,7 @@ def test_deepspeed_across_machines_carries_the_recipe_through_a_shell(tmp_path):
     assert written == [f"FP8_BACKENDS_RECIPE={started.environment['FP8_BACKENDS_RECIPE']}"]
 
 
-def test_the_environment_and_accelerate_are_as_before(monkeypatch):
+def test_launch_restores_environment_and_accelerate(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
     before = dict(os.environ)
     assert recipe_of(ours("--cpu", "--num_processes", "2", "train.py")).name == "ao:tensorwise"
@@ -231,7 +231,7 @@ def test_the_environment_and_accelerate_are_as_before(monkeypatch):
 
 
 @pytest.mark.parametrize(("launcher", "quoted"), [("pdsh", True), ("standard", False)])
-def test_a_configuration_file_for_several_machines_carries_the_recipe_too(launcher, quoted, tmp_path):
+def test_multi_node_configuration_file_carries_recipe(launcher, quoted, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     several = {"num_machines": 2, "num_processes": 2, "machine_rank": 0, "main_process_ip": "a", "use_cpu": False}
     several |= {"main_process_port": 15200, "distributed_type": "DEEPSPEED"}
@@ -241,7 +241,7 @@ def test_a_configuration_file_for_several_machines_carries_the_recipe_too(launch
     assert recipe_of(started).name == "native:dynamic"
 
 
-def test_a_worker_that_no_launch_started_asks_for_nothing(monkeypatch):
+def test_worker_without_launch_has_no_recipe(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     worker.ask_for_fp8()
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -250,7 +250,7 @@ def test_a_worker_that_no_launch_started_asks_for_nothing(monkeypatch):
 # Flags over file over environment
 
 
-def test_flags_over_file_over_environment(monkeypatch, tmp_path):
+def test_flags_override_file_overrides_environment(monkeypatch, tmp_path):
     for name, value in {"BACKEND": "ao", "MARGIN": "9", "INTERVAL": "9", "AMAX_HISTORY_LEN": "9"}.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
     block = {"backend": "native:delayed", "margin": 2, "interval": 2}
@@ -258,18 +258,18 @@ def test_flags_over_file_over_environment(monkeypatch, tmp_path):
     assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 0, 2, 9)
 
 
-def test_the_environment_alone(monkeypatch):
+def test_environment_applies_without_flags_and_file(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp:O1")
     assert recipe_of(ours("--cpu", "train.py")).name == "msamp:O1"
 
 
-def test_a_launch_inside_a_launch_keeps_the_recipe(monkeypatch):
+def test_nested_launch_keeps_the_recipe(monkeypatch):
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:delayed", "margin": 1}')
     recipe = recipe_of(ours("--cpu", "--fp8_margin", "2", "train.py"))
     assert (recipe.name, recipe.margin) == ("native:delayed", 2)
 
 
-def test_the_users_default_file_counts_but_not_for_the_cpu(tmp_path):
+def test_default_file_applies_except_for_the_cpu(tmp_path):
     block = TE_QUESTIONS | {"override_linear_precision": "(false, false, false)"}
     (tmp_path / "default_config.yaml").write_text(open(yaml_file(tmp_path, fp8_config=block)).read())
     recipe = recipe_of(ours("train.py"))
@@ -286,7 +286,7 @@ def test_a_json_file_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_a_files_other_precision_is_overruled_with_a_warning(precision, tmp_path, caplog):
+def test_other_precision_in_file_is_overridden_with_warning(precision, tmp_path, caplog):
     recipe_of(ours("--config_file", yaml_file(tmp_path, mixed_precision=precision), "train.py"))
     assert f"mixed_precision: {precision} in {tmp_path}/config.yaml has no effect" in caplog.text
     caplog.clear()
@@ -296,7 +296,7 @@ def test_a_files_other_precision_is_overruled_with_a_warning(precision, tmp_path
     assert "no effect" not in caplog.text
 
 
-def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
+def test_mixed_precision_in_file_may_name_the_backend(tmp_path):
     file = yaml_file(tmp_path, mixed_precision="native:delayed", fp8_config={"margin": 1})
     recipe = recipe_of(ours("--config_file", file, "train.py"))
     assert (recipe.name, recipe.margin) == ("native:delayed", 1)
@@ -341,7 +341,7 @@ def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
         ("--num_processes two train.py", "invalid int value: 'two'"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(arguments, said, capsys):
+def test_impossible_launch_is_refused_in_one_line(arguments, said, capsys):
     with Intercepted() as intercepted:
         assert main(["launch", *arguments.split()]) == 2
     printed = capsys.readouterr().err
@@ -359,7 +359,7 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, said, capsys):
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM brings its own FP8"),
     ],
 )
-def test_what_a_file_asks_for_in_vain_is_said_in_one_line(values, said, tmp_path, capsys):
+def test_impossible_file_setting_is_refused_in_one_line(values, said, tmp_path, capsys):
     file = yaml_file(tmp_path, **values)
     with Intercepted() as intercepted:
         assert main(["launch", "--config_file", file, "train.py"]) == 2
@@ -379,7 +379,7 @@ def test_what_a_file_asks_for_in_vain_is_said_in_one_line(values, said, tmp_path
         ("--cpu --fp8_backend msamp --fp8_implementation original", "the package msamp is not installed"),
     ],
 )
-def test_what_cannot_run_on_the_machine_of_the_workers_is_refused(flags, said, monkeypatch, capsys):
+def test_recipe_unsupported_on_worker_machine_is_refused(flags, said, monkeypatch, capsys):
     monkeypatch.setattr(launch, "check_machine", check_machine)
     with Intercepted() as intercepted:
         assert main(["launch", *flags.split(), "train.py"]) == 2
@@ -396,7 +396,7 @@ def test_what_cannot_run_on_the_machine_of_the_workers_is_refused(flags, said, m
         "--cpu --num_processes 2 --mpirun_hostfile h",
     ],
 )
-def test_where_another_machine_or_gpu_may_train_what_cannot_run_here_is_a_warning(flags, monkeypatch, tmp_path, caplog):
+def test_recipe_unsupported_here_warns_if_workers_are_elsewhere(flags, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(launch, "check_machine", check_machine)
     arguments = ("mpirun", "--hostfile", "-n", "--npernode", "--bind-to")
     monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: arguments)
@@ -413,32 +413,32 @@ def test_sagemaker_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_FP8_BACKND", "ACCELERATE_FP8_MARGIN"])
-def test_an_environment_that_cannot_be_honoured_is_named(name, monkeypatch):
+def test_unsuitable_environment_variable_is_named(name, monkeypatch):
     monkeypatch.setenv(name, "3")
     with pytest.raises(RecipeError, match=r"^ACCELERATE_FP8_\* in the environment"):
         ours("--cpu", "--fp8_backend", "ao", "train.py")
 
 
-def test_a_disabled_package_contradicts_the_command(monkeypatch):
+def test_disabled_package_is_refused(monkeypatch):
     monkeypatch.setenv("FP8_BACKENDS_DISABLE", "1")
     with pytest.raises(FP8BackendError, match="FP8_BACKENDS_DISABLE is set"):
         ours("--cpu", "train.py")
 
 
 @pytest.mark.parametrize("flag", ["--multi_gpu", "--use_fsdp"])
-def test_ranks_that_would_each_train_alone_are_refused(flag, monkeypatch):
+def test_unconnected_ranks_are_refused(flag, monkeypatch):
     monkeypatch.setattr(launch, "has_device", lambda: False)
     with pytest.raises(FP8BackendError, match=f"{flag}: this machine has no GPU.*--cpu --num_processes"):
         ours(flag, "--num_processes", "2", "train.py")
 
 
-def test_an_accelerate_that_does_not_fit_is_named(monkeypatch):
+def test_incompatible_accelerate_is_named(monkeypatch):
     monkeypatch.delattr("accelerate.commands.launch.multi_gpu_launcher")
     with pytest.raises(FP8BackendError, match="launch.multi_gpu_launcher does not exist"):
         ours("--cpu", "train.py")
 
 
 @pytest.mark.parametrize("text", ["native", "[1]", "{", '{"bakend": "te"}', '{"backend": "natve"}'])
-def test_a_recipe_variable_that_cannot_be_read_is_named(text):
+def test_invalid_recipe_variable_is_named(text):
     with pytest.raises(RecipeError, match="^FP8_BACKENDS_RECIPE in the environment: "):
         from_environment({"FP8_BACKENDS_RECIPE": text})

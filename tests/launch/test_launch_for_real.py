@@ -69,7 +69,7 @@ def test_each_launcher_starts_processes_that_train_in_fp8(launcher, ranks, envir
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_worker_by_hand(tmp_path):
+def test_torchrun_starts_the_worker_directly(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
     said = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "ACCELERATE_FP8_BACKEND": "msamp:O3"}
     done = run(*torchrun, "-m", "fp8_backends.accelerate_plugin.worker", SCRIPT, str(tmp_path / "output"), **said)
@@ -140,7 +140,7 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_script_finds_itself_as_under_python(folder):
+def test_script_runs_as_under_python(folder):
     """Compare all output and the exit code with a run without us."""
     script = os.path.join("scripts", "curious.py")
     plain = subprocess.run([sys.executable, script, "5", "--x"], cwd=folder, capture_output=True, text=True)
@@ -151,7 +151,7 @@ def test_a_script_finds_itself_as_under_python(folder):
     assert "spawned [(42, '__mp_main__')]" in plain.stdout and "at exit True" in plain.stdout and plain.returncode == 5
 
 
-def test_a_module_finds_itself_as_under_python(folder):
+def test_module_runs_as_under_python(folder):
     (folder / "scripts" / "__init__.py").write_text("")
     (folder / "scripts" / "curious.py").write_text(CURIOUS.replace("import neighbour", "from . import neighbour"))
     (folder / "scripts" / "curious.py").write_text(
@@ -180,7 +180,7 @@ def test_a_folder_with_a_main_file_runs(folder):
         ("x", 1),
     ],
 )
-def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
+def test_exit_codes_and_tracebacks_match_the_script(source, code, folder):
     (folder / "failing.py").write_text(f"def f():\n    {source}\n\nf()\n")
     done = worker("failing.py", cwd=folder)
     assert done.returncode == code
@@ -192,7 +192,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
 
 
 @pytest.mark.slow
-def test_the_exit_code_of_the_script_is_that_of_the_launch(folder):
+def test_launch_returns_exit_code_of_the_script(folder):
     (folder / "failing.py").write_text("import sys\nsys.exit(7)\n")
     done = run(*OURS, "--cpu", "failing.py", cwd=folder)
     assert done.returncode == 7
@@ -204,7 +204,7 @@ def test_the_exit_code_of_the_script_is_that_of_the_launch(folder):
 
 
 @pytest.mark.slow
-def test_the_exit_code_of_the_first_rank_that_fails_is_that_of_the_launch(folder):
+def test_launch_returns_exit_code_of_first_failed_rank(folder):
     (folder / "failing.py").write_text(
         "import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n"
     )
@@ -246,7 +246,7 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
         nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # with a warning by the Accelerator
     ],
 )
-def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):
+def test_script_without_proof_warns(arguments, flags, code, said, folder):
     (folder / "unproven.py").write_text(UNPROVEN)
     done = run(*OURS, "--cpu", *flags.split(), "unproven.py", *arguments.split(), cwd=folder)
     assert done.returncode == code, done.stderr
@@ -255,7 +255,7 @@ def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said
 
 
 @pytest.mark.slow
-def test_a_script_that_is_not_there_is_pythons_error(folder):
+def test_missing_script_raises_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
     assert done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr
     assert worker(cwd=folder).returncode == 1
@@ -265,7 +265,7 @@ def test_a_script_that_is_not_there_is_pythons_error(folder):
 
 
 @pytest.mark.slow
-def test_code_over_launch_warns_once_and_on_one_rank_only(tmp_path):
+def test_code_overriding_launch_warns_once_on_one_rank(tmp_path):
     handler = json.dumps({"class": "FP8RecipeKwargs", "margin": 2})
     ranks = ("--cpu", "--num_processes", "2", "--main_process_port", "0")
     launch = (*OURS, *ranks, "--fp8_backend", "native:delayed", "--fp8_margin", "1", "--fp8_interval", "3")
@@ -278,5 +278,5 @@ def test_code_over_launch_warns_once_and_on_one_rank_only(tmp_path):
         assert (recipe["name"], recipe["margin"], recipe["interval"]) == ("native:delayed", 2, 3)
 
 
-def test_version_of_the_package_is_the_one_that_is_tested():
+def test_wheel_has_version_of_tested_package():
     assert Path(fp8_backends.__file__).is_relative_to(REPOSITORY)

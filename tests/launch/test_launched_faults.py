@@ -14,7 +14,7 @@ FAULTS = {3, 4, 5, 7, 19, 20, 21, 22, 23, 25, 26}
 
 
 @pytest.mark.nightly
-def test_no_fault_of_stock_accelerate_comes_through_a_launcher(subtests, tmp_path):
+def test_launched_runs_have_no_fault_of_stock_accelerate(subtests, tmp_path):
     paths = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = warm_process.run(str(HERE / "launched_faults.py"), str(tmp_path), env=environment)

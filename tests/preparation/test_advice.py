@@ -51,7 +51,7 @@ def batches(count=2, magnitude=1.0):
 
 
 @pytest.mark.slow
-def test_the_layer_that_errs_is_found_and_kept_out():
+def test_faulty_layer_is_found_and_excluded():
     tried = []
     model = blocks(spiked=[3])
     advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, progress=tried.append)
@@ -82,7 +82,7 @@ def unlike(magnitude):
 
 
 @pytest.mark.slow
-def test_the_scaling_that_helps_is_found():
+def test_helpful_scaling_is_found():
     model, data, loss = unlike(1024.0)
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)
     assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
@@ -131,7 +131,7 @@ def state_of(model, optimizer):
 
 
 @pytest.mark.parametrize("prepared_with", [None, "msamp:O2"])
-def test_model_optimizer_and_random_numbers_are_left_as_they_were_to_the_bit(prepared_with):
+def test_advise_leaves_model_optimizer_and_rng_unchanged(prepared_with):
     torch.manual_seed(0)
     model = Everything()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -153,7 +153,7 @@ def test_model_optimizer_and_random_numbers_are_left_as_they_were_to_the_bit(pre
         assert torch.equal(tensor, after[0][name]) if isinstance(tensor, torch.Tensor) else tensor == after[0][name]
 
 
-def test_the_gap_is_what_is_defined():
+def test_gap_matches_its_definition():
     model, (x,) = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), batches(1)
     found = GradientGap(model, [x], "bf16", squares)
     twin, total, size = copy.deepcopy(model), 0.0, 0
@@ -180,13 +180,13 @@ class Keyed(nn.Module):
         return attended.square().mean()
 
 
-def test_a_gradient_that_is_rounding_noise_does_not_count():
+def test_rounding_noise_gradient_is_excluded():
     torch.manual_seed(0)
     found = GradientGap(Keyed(), [batches(1)[0][None]], "bf16")
     assert found.not_counted == ["key.bias"] and found.floor.gap < 0.1
 
 
-def test_a_gradient_that_is_not_finite_is_an_infinite_gap():
+def test_non_finite_gradient_is_an_infinite_gap():
     """Plant it in the loss: no recipe here makes one from finite numbers."""
 
     def loss(model, x):
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_is_an_infinite_gap():
     assert advice.to_dict()["trials"][0]["gap"] is None and "inf" in str(advice)
 
 
-def test_a_trial_that_fails_while_it_runs_ends_no_search():
+def test_search_continues_after_failed_trial():
     def loss(model, x):
         if any(prepared.recipe.scaling == "rowwise" for _, _, prepared in prepared_roots(model)):
             raise RuntimeError("out of memory")
@@ -209,7 +209,7 @@ def test_a_trial_that_fails_while_it_runs_ends_no_search():
     assert failed.change == "scaling rowwise" and advice.trials[-1] is not failed
 
 
-def test_batches_that_the_loss_uses_up_are_measured_as_they_were_also_without_gradients():
+def test_batches_consumed_by_the_loss_are_measured():
     def measured(loss):
         return fp8_backends.advise(blocks(1), [batch], "native", loss=loss, max_trials=1).given.gap
 
@@ -229,7 +229,7 @@ def test_no_more_trials_than_allowed_are_measured():
     assert len(tried) == 6 and advice.chosen is None and len(advice.alone) <= 4  # FP32 is no trial
 
 
-def test_recipes_are_changed_in_one_thing():
+def test_each_trial_changes_one_setting():
     recipe = fp8_backends.resolve(
         {"backend": "native:delayed+msamp:O2", "margin": 1, "exclude": "a", "rounding": "nearest"}
     )
@@ -260,7 +260,7 @@ def test_recipes_are_changed_in_one_thing():
         ({"model": nn.Sequential(nn.Conv1d(1, 1, 1))}, "no layer of this model"),
     ],
 )
-def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
+def test_unmeasurable_model_is_an_error_with_reason(arguments, match):
     defaults = {"model": blocks(1), "batches": batches(1), "spec": "native", "loss": squares}
     given = defaults | arguments
     if "Conv" in str(given["model"]):
@@ -270,7 +270,7 @@ def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
 
 
 @pytest.mark.nightly
-def test_the_benchmark_shows_what_it_promises_on_its_quick_models(tmp_path):
+def test_benchmark_meets_its_claims_on_quick_models(tmp_path):
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability" / "advise.py"
     ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr

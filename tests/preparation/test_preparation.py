@@ -24,7 +24,7 @@ def step(model, optimizer):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_both_objects_come_back_and_train(spec):
+def test_prepare_returns_both_objects_and_they_train(spec):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer)  # states made before prepare survive
@@ -36,7 +36,7 @@ def test_both_objects_come_back_and_train(spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_meta_model_can_be_prepared_before_it_is_materialised(spec, capfd):
+def test_meta_model_is_prepared_before_materialization(spec, capfd):
     with torch.device("meta"):
         model = net()
     preparation.prepare(model, None, spec)
@@ -49,7 +49,7 @@ def test_a_meta_model_can_be_prepared_before_it_is_materialised(spec, capfd):
 
 
 @pytest.mark.parametrize(("arguments", "level"), [((), "O1"), (("O2",), "O2"), (("O3",), "O3")])
-def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
+def test_initialize_has_msamps_signature_and_meaning(arguments, level):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     assert preparation.initialize(model, optimizer, *arguments) == (model, optimizer)
@@ -58,7 +58,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     assert fp8_backends.audit(model).recipe == f"msamp:{level}"
 
 
-def test_the_migration_entry_names_unsupported_arguments(monkeypatch):
+def test_initialize_names_unsupported_arguments(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     model = net()
     with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
@@ -88,7 +88,7 @@ def test_swapped_arguments_are_explained():
     ],
     ids=["audit", "restore", "dequantize", "plain_weights", "export", "validate"],
 )
-def test_the_result_of_prepare_is_not_taken_for_a_model(function):
+def test_result_of_prepare_is_refused_as_a_model(function):
     pair = fp8_backends.prepare(net(), None, "native:dynamic")
     with pytest.raises(FP8BackendError, match=r"not tuple: prepare returns \(model, optimizer\)"):
         function(pair)
@@ -104,7 +104,7 @@ def test_an_optimizer_of_another_model_is_refused():
         preparation.prepare(net(), others, {"backend": "native", "on_unproven": "warn"})
 
 
-def test_a_wrapped_optimizer_is_watched_all_the_same(capfd):
+def test_wrapped_optimizer_is_watched(capfd):
     class Wrapper(torch.optim.Optimizer):
         """A torch optimizer around another, like Accelerate's."""
 

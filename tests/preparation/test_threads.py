@@ -36,11 +36,11 @@ def no_profiler():
         cases.native_as_alone,
     ],
 )
-def test_threads_do_not_meet(case):
+def test_threads_train_independently(case):
     case(2)
 
 
-def test_a_users_profiler_starts_in_the_middle_of_a_step():
+def test_user_profiler_may_start_within_a_step():
     cases.users_profiler_in_the_middle(1, forms=(False,))
 
 
@@ -50,7 +50,7 @@ def test_a_model_is_proven_while_another_thread_compiles(monkeypatch):
     cases.Training().train(1).check_proven()
 
 
-def test_a_step_begun_in_another_thread_ends_with_it():
+def test_step_begun_in_another_thread_ends_with_that_thread():
     """PyTorch's profiler ends with its thread, and leaves no hooks of layers."""
     training = cases.Training()
     cases.in_thread(training.loss)

@@ -181,7 +181,7 @@ ASK = """
 """
 
 
-def test_field_is_held_to_its_declaration(folder):
+def test_field_is_checked_against_its_declaration(folder):
     ended = run(folder, "-c", textwrap.dedent(ASK))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

@@ -43,7 +43,7 @@ def nested(levels):
         ("a: b\n".encode("utf-16"), "codec can't decode"),
     ],
 )
-def test_a_yaml_file_that_cannot_be_read_is_refused_by_file_and_reason(tmp_path, text, said):
+def test_unreadable_yaml_is_refused_with_file_and_reason(tmp_path, text, said):
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError, match=rf"(?s)c\.yaml.*{said}") as caught:
@@ -52,7 +52,7 @@ def test_a_yaml_file_that_cannot_be_read_is_refused_by_file_and_reason(tmp_path,
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[" * 100_000])
-def test_json_that_cannot_be_read_is_refused(tmp_path, text):
+def test_unreadable_json_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(RecipeError, match=r"c\.json is no JSON.*(stands in a block twice|recursion)"):
         read_file(str(tmp_path / "c.json"))
@@ -61,7 +61,7 @@ def test_json_that_cannot_be_read_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("path", ["nowhere.yaml", "."])
-def test_a_file_that_cannot_be_opened_is_named(path, tmp_path):
+def test_missing_file_is_named(path, tmp_path):
     with pytest.raises(RecipeError, match="No such file|Is a directory"):
         read_file(str(tmp_path / path))
 
@@ -80,7 +80,7 @@ def test_launch_names_the_file_and_the_key(tmp_path):
         launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])
 
 
-def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
+def test_deepspeed_file_is_ignored_without_deepspeed(tmp_path):
     """Guard against a written file without precision, and a training without FP8."""
     path = tmp_path / "c.yaml"
     path.write_text(KEYS + "deepspeed_config: {deepspeed_config_file: ds.json}\n")
@@ -90,7 +90,7 @@ def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
         config.read(str(path))
 
 
-def test_a_scaling_rule_without_a_backend_is_written(tmp_path):
+def test_config_writes_scaling_without_backend(tmp_path):
     """Guard against `config` writing only auto."""
     (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {scaling: rowwise}\n")
     assert config.read(str(tmp_path / "c.yaml")).for_accelerate()["fp8_config"] == {
@@ -99,7 +99,7 @@ def test_a_scaling_rule_without_a_backend_is_written(tmp_path):
     }
 
 
-def test_more_ranks_than_a_machine_integer_holds_are_counted(tmp_path):
+def test_ranks_beyond_machine_integers_are_counted(tmp_path):
     (tmp_path / "c.yaml").write_text(f"base_model: x\nbf16: true\nsequence_len: 8\ndp_shard_size: {2**63}\n")
     assert config.read(str(tmp_path / "c.yaml")).processes == 2**63
 
@@ -118,7 +118,7 @@ def test_more_ranks_than_a_machine_integer_holds_are_counted(tmp_path):
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("field", ["margin", "fp8_format", "override_linear_precision", "include", "opt_level"])
-def test_a_value_of_any_class_is_refused_in_a_short_message(field, value):
+def test_value_of_any_class_is_refused_briefly(field, value):
     if field == "include" and isinstance(value, list) and isinstance(value[0], str):
         return
     with pytest.raises(RecipeError, match=field) as caught:
@@ -157,13 +157,13 @@ def test_two_spellings_of_one_field_are_refused():
         resolve({"backend": "te", "--margin": 1, "margin": 2})
 
 
-def test_a_list_as_text_means_the_same_in_a_script_and_in_the_environment():
+def test_text_list_parses_alike_in_script_and_environment():
     assert FP8RecipeKwargs(include="['a', 'b']").include == ("a", "b")
     assert from_environment({"ACCELERATE_FP8_INCLUDE": "['a', 'b']"}).include == ("a", "b")
 
 
 @pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "None"), ("PMI_SIZE", ""), ("ACCELERATE_USE_CPU", "maybe")])
-def test_a_variable_of_the_launcher_that_cannot_be_read_is_named(name, text, monkeypatch, tmp_path):
+def test_invalid_launcher_variable_is_named(name, text, monkeypatch, tmp_path):
     monkeypatch.setenv(name, text)
     with pytest.raises(FP8BackendError, match=f"{name}='{text}' in the environment must be"):
         launch.run(["--cpu", "--num_processes", "2", __file__])
@@ -215,7 +215,7 @@ def faulty():
         (type("Odd", (Odd,), {"fields": ("nosuch",)}), "'nosuch' is neither a .*Field nor the name"),
     ],
 )
-def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said, monkeypatch):
+def test_unusable_backend_is_refused_by_name(factory, said, monkeypatch):
     monkeypatch.setattr(fp8_backends.compute.registry, "factories", {})
     monkeypatch.setattr(fp8_backends.compute.registry, "instances", {})
     fp8_backends.register_backend("odd", factory)
@@ -225,14 +225,14 @@ def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said
 
 
 @pytest.mark.parametrize("value", [False, "False", "off", " OFF "])
-def test_a_bare_off_of_a_yaml_file_is_off(value):
+def test_bare_yaml_off_means_off(value):
     """YAML reads it as False, exported as text by Accelerate's launcher."""
     assert FP8RecipeKwargs(backend="native", guard=value).guard == "off"
     assert from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_GUARD": str(value)}).guard == "off"
 
 
 @pytest.mark.parametrize("path", ["", "  ", "['a', 1]", "a\x00b", "a\nb", "\udcff", b"a", 3])
-def test_a_path_is_one_that_every_way_to_a_worker_carries(path):
+def test_paths_unsafe_for_a_worker_are_refused(path):
     with pytest.raises(RecipeError, match="monitor_file must be the path of a file"):
         FP8RecipeKwargs(backend="native", monitor_file=path)
     assert FP8RecipeKwargs(backend="native", monitor_file=" a ").monitor_file == "a"

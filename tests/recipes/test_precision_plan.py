@@ -21,7 +21,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("spec", ROWS)
-def test_plan_is_the_row_of_the_level(spec):
+def test_plan_matches_the_level_table(spec):
     row = plan(spec)
     assert (
         row.gemm,
@@ -34,29 +34,29 @@ def test_plan_is_the_row_of_the_level(spec):
     ) == ROWS[spec]
 
 
-def test_plan_names_the_products_that_stay_in_high_precision():
+def test_plan_names_high_precision_products():
     assert plan("ao:rowwise_with_gw_hp").gemm == "FP8 (wgrad BF16)"
     assert (
         plan({"backend": "native", "override_linear_precision": (False, True, True)}).gemm == "FP8 (dgrad wgrad BF16)"
     )
 
 
-def test_plain_gradient_comm_is_planned_as_asked():
+def test_plain_gradient_comm_is_planned_on_request():
     assert plan({"backend": "msamp:O2", "gradient_comm": "plain"}).comm == "FP32"
 
 
-def test_fp8_gradient_comm_of_a_model_with_plain_weights_is_planned_as_asked():
+def test_fp8_gradient_comm_with_plain_weights_is_planned_on_request():
     row = plan({"backend": "native", "gradient_comm": "fp8"})
     assert (row.comm, row.weight_gradient, row.bytes_per_element) == ("FP8", "FP32", 16)
 
 
-def test_printed_plan_says_everything_in_one_line():
+def test_printed_plan_is_one_complete_line():
     text = str(plan("msamp:O3"))
     assert text == (
         "GEMM FP8, comm FP8, weight FP8, master FP16, gradient FP8, Adam FP8+FP16: 7 bytes per weight element"
     )
 
 
-def test_plan_of_an_unknown_backend_is_the_recipe_error():
+def test_plan_of_unknown_backend_raises_recipe_error():
     with pytest.raises(RecipeError, match="unknown backend"):
         plan("nativ")

@@ -64,7 +64,7 @@ def accelerate_fields(block, file: str) -> dict:
         ({}, "auto", {}),
     ],
 )  # fmt: skip
-def test_keys_of_accelerate_of_its_questions_and_ours_are_read(block, name, fields):
+def test_keys_of_accelerate_its_wizard_and_ours_are_read(block, name, fields):
     found = FP8RecipeKwargs(**accelerate_fields(block, FILE))
     assert found.name == name
     assert fields.items() <= {**found.to_dict()}.items()
@@ -73,7 +73,7 @@ def test_keys_of_accelerate_of_its_questions_and_ours_are_read(block, name, fiel
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"])
 @pytest.mark.parametrize("block", [TE_QUESTIONS, AO_QUESTIONS, MSAMP_QUESTIONS])
-def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, backend):
+def test_defaults_of_unread_fields_count_as_not_given(block, backend):
     found = accelerate_fields({**block, "backend": backend}, FILE)
     assert FP8RecipeKwargs(**found).name == FP8RecipeKwargs(backend=backend).name
     dropped = {"margin", "interval", "amax_history_len", "amax_compute_algo"}
@@ -106,13 +106,13 @@ def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, b
         (["te"], "must be a block of keys"),
     ],
 )  # fmt: skip
-def test_what_a_file_cannot_say_is_an_error_that_names_key_and_file(block, said):
+def test_invalid_file_setting_names_key_and_file(block, said):
     with pytest.raises(RecipeError, match=said) as caught:
         accelerate_fields(block, FILE)
     assert str(caught.value).startswith(FILE)
 
 
-def test_every_field_that_a_text_can_give_has_a_key():
+def test_every_textual_field_has_a_key():
     objects = {"module_filter_func", "config"}
     fields = {each.name for each in dataclasses.fields(FP8RecipeKwargs)}
     assert {field.name for field, _ in VARIABLES.values()} == fields - objects
@@ -121,14 +121,14 @@ def test_every_field_that_a_text_can_give_has_a_key():
 # Places over one another
 
 
-def test_the_stronger_place_wins_field_by_field():
+def test_higher_priority_source_wins_per_field():
     in_file = config_source({"backend": "native:delayed", "margin": 1, "interval": 2}, FILE)
     environment = Source({"margin": 9, "interval": 9, "amax_history_len": 9}, {})
     found = recipe(flags(margin=3), in_file, environment)
     assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 9)
 
 
-def test_a_value_given_at_its_default_still_wins():
+def test_explicit_default_still_wins():
     in_file = config_source({"backend": "native:delayed", "margin": 2, "opt_level": "O2"}, FILE)
     assert recipe(flags(margin=0), in_file).margin == 0
 
@@ -154,7 +154,7 @@ def test_parts_of_a_backends_name_are_fields_too(strong, weak, name):
     assert recipe(flags(**strong), config_source(weak, FILE)).name == name
 
 
-def test_what_only_the_weaker_place_says_must_suit_the_backend_that_was_chosen():
+def test_lower_priority_fields_must_suit_the_chosen_backend():
     in_file = config_source(TE_QUESTIONS | {"amax_history_length": 16}, FILE)
     with pytest.raises(RecipeError, match=rf"{FILE}: fp8_config\.amax_history_length=16: .*native:rowwise"):
         recipe(flags(backend="native:rowwise"), in_file)
@@ -162,7 +162,7 @@ def test_what_only_the_weaker_place_says_must_suit_the_backend_that_was_chosen()
         recipe(flags(backend="te"), config_source({"backend": "native", "scaling": "rowwise"}, FILE))
 
 
-def test_auto_takes_what_one_of_its_backends_reads():
+def test_auto_accepts_fields_of_any_candidate():
     assert merged([flags(scaling="rowwise", include=("a",))]) == {"scaling": "rowwise", "include": ("a",)}
     with pytest.raises(RecipeError, match="--fp8_pad_inner_dim: pad_inner_dim is not read by"):
         merged([flags(pad_inner_dim=True)])
@@ -173,7 +173,7 @@ def test_auto_takes_what_one_of_its_backends_reads():
 LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
 
 
-def test_code_wins_field_by_field_with_one_line_that_names_both():
+def test_code_overrides_launch_per_field_with_one_warning():
     handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
     recipe, warning = code_over_launch(handler, LAUNCHED)
     assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 3, 2, 8)
@@ -182,7 +182,7 @@ def test_code_wins_field_by_field_with_one_line_that_names_both():
 
 
 @pytest.mark.parametrize("margin", [1, None])
-def test_code_that_agrees_is_no_reason_to_warn(margin):
+def test_agreeing_code_does_not_warn(margin):
     handler = fp8_backends.FP8RecipeKwargs(margin=margin, include="a")
     recipe, warning = code_over_launch(handler, LAUNCHED)
     assert warning is None and recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
@@ -198,7 +198,7 @@ def test_code_that_agrees_is_no_reason_to_warn(margin):
         fp8_backends.TERecipeKwargs(margin=4),
     ],
 )
-def test_code_that_names_another_backend_counts_alone(handler):
+def test_code_naming_another_backend_ignores_launch(handler):
     recipe, warning = code_over_launch(handler, LAUNCHED)
     assert recipe == handler
     assert handler.name in warning and "backend='native:delayed', margin=1" in warning
@@ -218,17 +218,17 @@ def test_code_that_names_another_backend_counts_alone(handler):
         (accelerate.utils.AORecipeKwargs(), {"backend": "native"}, "ao:tensorwise", True),
     ],
 )
-def test_a_handler_completes_the_launch_where_it_names_no_other_backend(handler, launched, name, warns):
+def test_handler_without_other_backend_completes_launch(handler, launched, name, warns):
     recipe, warning = code_over_launch(handler, launched)
     assert recipe.name == name and (warning is not None) == warns
 
 
-def test_a_launch_field_that_the_scripts_backend_does_not_read_is_named():
+def test_launch_field_unread_by_script_backend_is_named():
     with pytest.raises(RecipeError, match="margin of fp8-backends launch: margin is not read by native:dynamic"):
         code_over_launch(fp8_backends.FP8RecipeKwargs(backend="native:dynamic"), {"margin": 2})
 
 
-def test_variables_that_a_script_sets_under_a_launch_are_named(monkeypatch, caplog):
+def test_variables_set_by_script_under_launch_are_named(monkeypatch, caplog):
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:delayed"}')
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "7")
     recipe = asked_recipe({"mixed_precision": "fp8"})
@@ -236,7 +236,7 @@ def test_variables_that_a_script_sets_under_a_launch_are_named(monkeypatch, capl
     assert "ACCELERATE_FP8_MARGIN, set by the script, has no effect" in caplog.text
 
 
-def test_a_handler_over_a_launch_that_cannot_be_read_is_named(monkeypatch):
+def test_handler_over_invalid_launch_is_named(monkeypatch):
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", "te")
     arguments = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.NativeRecipeKwargs()]}
     with pytest.raises(RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"):
@@ -259,9 +259,7 @@ def test_a_handler_over_a_launch_that_cannot_be_read_is_named(monkeypatch):
         (fp8_backends.MSAMPRecipeKwargs(), {"OPT_LEVEL": "O1"}, "msamp:O1", (0, 1024), ""),
     ],
 )
-def test_a_handler_overrides_the_environment_with_a_warning(
-    handler, variables, name, fields, warning, monkeypatch, caplog
-):
+def test_handler_overrides_environment_with_warning(handler, variables, name, fields, warning, monkeypatch, caplog):
     for variable, text in variables.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
     recipe = asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})
@@ -277,7 +275,7 @@ def test_a_handler_overrides_the_environment_with_a_warning(
         (fp8_backends.TERecipeKwargs(), {"OPT_LEVEL": "O1"}, "opt_level of ACCELERATE.*O1 selects no level by itself"),
     ],
 )
-def test_variables_that_do_not_suit_a_handler_are_refused(handler, variables, said, monkeypatch):
+def test_variables_conflicting_with_handler_are_refused(handler, variables, said, monkeypatch):
     for variable, text in variables.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
     with pytest.raises(RecipeError, match=said):

@@ -91,7 +91,7 @@ def test_string_resolves_to_its_canonical_name(text):
 
 
 @given(st.sampled_from(sorted(CANONICAL)), st.integers(min_value=0))
-def test_strings_mean_the_same_in_any_case_and_canonical_names_resolve_to_themselves(text, bits):
+def test_strings_ignore_case_and_canonical_names_are_fixed_points(text, bits):
     mixed = "".join(c.upper() if bits >> i & 1 else c.lower() for i, c in enumerate(text))
     recipe = resolve(mixed)
     assert recipe == resolve(text) == resolve(recipe.name)
@@ -100,7 +100,7 @@ def test_strings_mean_the_same_in_any_case_and_canonical_names_resolve_to_themse
 
 @pytest.mark.slow
 @given(st.text(max_size=30))
-def test_any_other_text_is_a_recipe_error_and_nothing_else(text):
+def test_any_other_text_raises_only_recipe_error(text):
     try:
         assert resolve(text).compute in ("native", "te", "ao")
     except RecipeError as error:
@@ -131,7 +131,7 @@ def test_any_other_text_is_a_recipe_error_and_nothing_else(text):
         ("", ["unknown backend ''"]),
     ],
 )
-def test_impossible_string_says_what_is_valid(text, said):
+def test_impossible_string_lists_valid_ones(text, said):
     with pytest.raises(RecipeError) as caught:
         resolve(text)
     assert isinstance(caught.value, FP8BackendError) and isinstance(caught.value, ValueError)
@@ -145,7 +145,7 @@ def test_spec_of_another_type_is_named(spec):
         resolve(spec)
 
 
-def test_auto_is_native_without_te_and_says_that_bf16_is_faster_without_fp8_hardware(monkeypatch, caplog):
+def test_auto_is_native_without_te_and_recommends_bf16(monkeypatch, caplog):
     monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
     for spec in (None, "auto", FP8RecipeKwargs(), FP8RecipeKwargs(backend="AUTO"), {}):
         caplog.clear()
@@ -155,7 +155,7 @@ def test_auto_is_native_without_te_and_says_that_bf16_is_faster_without_fp8_hard
 
 
 @pytest.mark.parametrize("recorded, name", [((), "ao:tensorwise"), (("hopper",), "native:dynamic")])
-def test_auto_says_in_one_line_what_it_chose_on_a_gpu(recorded, name, monkeypatch, caplog):
+def test_auto_reports_its_choice_on_a_gpu_in_one_line(recorded, name, monkeypatch, caplog):
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
     monkeypatch.setattr(chips, "NATIVE_RECORDS", recorded)
     with caplog.at_level(logging.INFO, "fp8_backends"):
@@ -164,7 +164,7 @@ def test_auto_says_in_one_line_what_it_chose_on_a_gpu(recorded, name, monkeypatc
     assert record.levelno == logging.INFO and f"backend auto: {name} (" in record.message and "9.0" in record.message
 
 
-def test_auto_carries_the_fields_to_the_compute_that_takes_them(monkeypatch):
+def test_auto_chooses_a_compute_reading_the_fields(monkeypatch):
     """Fields read only by native select native, even for chips without a recorded native training."""
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
@@ -204,7 +204,7 @@ def test_recipe_object_has_its_name_and_resolves_to_itself(recipe, name):
     assert isinstance(recipe, KwargsHandler) and isinstance(recipe, Recipe)
 
 
-def test_defaults_are_those_of_accelerates_own_handlers():
+def test_defaults_match_accelerates_handlers():
     """A script changes only its import."""
     for recipe in (resolve("te"), resolve("native:delayed"), resolve("ao")):
         assert recipe.fp8_format == "HYBRID"
@@ -219,14 +219,14 @@ def test_defaults_are_those_of_accelerates_own_handlers():
     assert resolve("te:mxfp8").fp8_format == resolve("te:blockwise").fp8_format == "E4M3"
 
 
-def test_given_names_what_the_user_said():
+def test_given_lists_fields_set_by_user():
     assert resolve("native").given == {"backend"}
     assert resolve("native:delayed").given == {"backend", "scaling"}
     assert TERecipeKwargs(margin=0).given == {"margin"}
     assert NativeRecipeKwargs(margin=None).given == frozenset()
 
 
-def test_equal_means_the_same_however_it_was_spelled():
+def test_equality_ignores_spelling():
     assert resolve("native:current") == NativeRecipeKwargs() == FP8RecipeKwargs(backend="native", margin=None)
     assert hash(resolve("native:current")) == hash(NativeRecipeKwargs())
     assert NativeRecipeKwargs(scaling="delayed", margin=0) == resolve("native:delayed")
@@ -259,18 +259,18 @@ def test_recipe_survives_pickle_deepcopy_and_to_kwargs(recipe):
     assert type(recipe)().to_kwargs() == {}
 
 
-def test_to_kwargs_keeps_a_value_given_even_if_it_is_the_default():
+def test_to_kwargs_keeps_explicit_defaults():
     """Accelerate's drops it, and TransformerEngine's own default, another one, then rules."""
     assert TERecipeKwargs(amax_compute_algo="most_recent").to_kwargs() == {"amax_compute_algo": "most_recent"}
 
 
-def test_repr_names_the_backend_and_only_what_was_given():
+def test_repr_shows_backend_and_given_fields():
     assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(msamp:O1)"
     assert repr(TERecipeKwargs(margin=2)) == "TERecipeKwargs(te:delayed, margin=2)"
     assert repr(FP8RecipeKwargs()) == "FP8RecipeKwargs(auto)"
 
 
-def test_recipe_is_fixed_once_made():
+def test_recipe_is_immutable():
     recipe = NativeRecipeKwargs()
     with pytest.raises(RecipeError, match=r"margin: a recipe is fixed.*NativeRecipeKwargs\("):
         recipe.margin = 3
@@ -307,7 +307,7 @@ def test_recipe_is_fixed_once_made():
         (lambda: TERecipeKwargs(override_linear_precision=(True, False, False)), ["since version 2.1"]),
     ],
 )
-def test_field_that_would_be_dropped_is_refused_by_name(make, said):
+def test_unread_field_is_refused_by_name(make, said):
     with pytest.raises(RecipeError) as caught:
         make()
     for words in said:
@@ -326,7 +326,7 @@ def test_field_that_would_be_dropped_is_refused_by_name(make, said):
         (lambda: FP8RecipeKwargs(backend="msamp", opt_level="--1"), "opt_level=.--1.: unknown level"),
     ],
 )
-def test_string_and_field_that_disagree_are_an_error(make, said):
+def test_string_contradicting_a_field_is_an_error(make, said):
     with pytest.raises(RecipeError, match=said):
         make()
 
@@ -370,7 +370,7 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("on_unproven", "ignore", "one of raise, warn"),
     ],
 )
-def test_value_of_wrong_type_or_range_is_refused_when_the_recipe_is_made(field, value, said):
+def test_wrong_type_or_range_is_refused_at_construction(field, value, said):
     values = {"scaling": "delayed"} | {field: value}
     with pytest.raises(RecipeError) as caught:
         NativeRecipeKwargs(**values)
@@ -378,7 +378,7 @@ def test_value_of_wrong_type_or_range_is_refused_when_the_recipe_is_made(field, 
 
 
 @pytest.mark.parametrize("value", ["--1", None])
-def test_a_parser_of_pythons_own_is_refused_by_the_fields_name(value):
+def test_error_of_builtin_parser_names_the_field(value):
     with pytest.raises(RecipeError, match=rf"^headroom={value!r}: headroom must be another value \("):
         Field("headroom", 0, int, "A field of a backend of one's own.").parsed(value)
 
@@ -386,11 +386,11 @@ def test_a_parser_of_pythons_own_is_refused_by_the_fields_name(value):
 @pytest.mark.parametrize(
     "value", ["(false, false, true)", "False,False,True", [False, False, True], ("no", 0 == 1, "1")]
 )
-def test_override_linear_precision_takes_what_accelerate_documents(value):
+def test_override_linear_precision_accepts_documented_forms(value):
     assert NativeRecipeKwargs(override_linear_precision=value).override_linear_precision == (False, False, True)
 
 
-def test_values_are_understood_in_any_case():
+def test_values_ignore_case():
     recipe = NativeRecipeKwargs(scaling="Delayed", fp8_format="e4m3", amax_compute_algo="MAX", autocast_dtype="FP16")
     assert (recipe.fp8_format, recipe.amax_compute_algo, recipe.autocast_dtype) == ("E4M3", "max", "fp16")
 
@@ -400,7 +400,7 @@ def test_include_and_exclude_take_one_pattern_or_several():
     assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == ("q_proj", "k_proj")
 
 
-def test_what_adds_to_the_default_choice_of_layers_does_not_go_with_a_function_that_chooses():
+def test_include_conflicts_with_filter_function():
     assert NativeRecipeKwargs(include="+lm_head, +gate").include == ("+lm_head", "+gate")
     with pytest.raises(RecipeError, match="adds to the layers that are converted by default.*leave one of the two out"):
         FP8RecipeKwargs(include="+lm_head", module_filter_func=callable)
@@ -441,7 +441,7 @@ def stock_te(cls=accelerate.utils.TERecipeKwargs, **fields):
     return handler
 
 
-def test_accelerates_te_handler_means_the_same():
+def test_accelerates_te_handler_is_equivalent():
     assert resolve(stock_te()) == TERecipeKwargs()
     assert resolve(stock_te(margin=2, amax_compute_algo="max")) == TERecipeKwargs(margin=2, amax_compute_algo="max")
     assert resolve(stock_te(use_mxfp8_block_scaling=True)).name == "te:mxfp8"
@@ -452,18 +452,18 @@ def test_accelerates_te_handler_means_the_same():
         resolve(stock_te(interval=4))
 
 
-def test_accelerates_te_handler_made_by_its_own_constructor(monkeypatch):
+def test_constructed_te_handler_is_equivalent(monkeypatch):
     monkeypatch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True)
     stock = accelerate.utils.TERecipeKwargs(fp8_format="e4m3", amax_history_len=16)
     assert resolve(stock) == TERecipeKwargs(fp8_format="E4M3", amax_history_len=16)
 
 
-def test_accelerates_msamp_handler_means_the_same():
+def test_accelerates_msamp_handler_is_equivalent():
     assert resolve(accelerate.utils.MSAMPRecipeKwargs()) == MSAMPRecipeKwargs()
     assert resolve(accelerate.utils.MSAMPRecipeKwargs(opt_level="O1")) == MSAMPRecipeKwargs(opt_level="O1")
 
 
-def test_accelerates_deprecated_fp8_handler_means_the_same():
+def test_accelerates_deprecated_fp8_handler_is_equivalent():
     """Its MS-AMP form needs no TransformerEngine here, and its level is O2 in place of stock's None."""
     stock = accelerate.utils.FP8RecipeKwargs
     assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
@@ -473,7 +473,7 @@ def test_accelerates_deprecated_fp8_handler_means_the_same():
         resolve(stock_te(stock, backend="MSAMP", opt_level=None, margin=1))
 
 
-def test_accelerates_ao_handler_means_the_same():
+def test_accelerates_ao_handler_is_equivalent():
     from torchao.float8 import Float8LinearConfig
 
     stock = accelerate.utils.AORecipeKwargs
@@ -499,7 +499,7 @@ def environment(**extra):
     return LAUNCHER_DEFAULTS | {f"ACCELERATE_FP8_{name}": value for name, value in extra.items()}
 
 
-def test_environment_without_fp8_asks_for_nothing():
+def test_environment_without_fp8_gives_no_recipe():
     assert from_environment({}) is None
     assert from_environment({"PATH": "/bin", "ACCELERATE_MIXED_PRECISION": "fp8"}) is None
     assert from_environment(LAUNCHER_DEFAULTS) is None
@@ -558,14 +558,14 @@ def test_every_environment_value_reaches_its_field():
     assert from_environment(environment(BACKEND="msamp:O1")).level == "O1"
 
 
-def test_what_the_questions_of_accelerate_config_write_is_read():
+def test_file_written_by_accelerate_config_is_read():
     """Stock Accelerate never reads these three keys."""
     recipe = from_environment(environment(BACKEND="TE", AMAX_HISTORY_LENGTH="32", AMAX_COMPUTE_ALGORITHM="max"))
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (32, "max")
     assert from_environment(environment(BACKEND="MSAMP", OPTIMIZATION_LEVEL="O1")).level == "O1"
 
 
-def test_documented_override_string_works_and_its_cut_up_form_is_explained():
+def test_documented_override_string_works_and_split_form_is_explained():
     text = "(false, false, true)"
     whole = from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": text})
     assert whole.override_linear_precision == (False, False, True)
@@ -592,7 +592,7 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
         ({"BACKEND": "te", "AMAX_HISTORY_LEN": "8", "AMAX_HISTORY_LENGTH": "16"}, "disagrees"),
     ],
 )
-def test_environment_value_that_cannot_be_used_is_an_error_that_says_where_it_is_from(variables, said):
+def test_invalid_environment_value_names_its_source(variables, said):
     with pytest.raises(RecipeError) as caught:
         resolve(from_environment(environment(**variables)))
     assert said in str(caught.value)
@@ -604,14 +604,14 @@ def test_environment_value_that_cannot_be_used_is_an_error_that_says_where_it_is
 
 
 @pytest.mark.parametrize("cls", [*HANDLERS, FP8RecipeKwargs])
-def test_every_field_of_a_handler_is_explained_and_declared_once(cls):
+def test_every_handler_field_is_documented_and_declared_once(cls):
     assert all(help_of(FIELDS[field.name]).endswith(".") for field in dataclasses.fields(cls))
     assert {field.name for field in dataclasses.fields(cls)} <= FIELDS.keys()
     assert len(FIELDS) <= 32
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_field_is_refused_with_the_way_on(name):
+def test_removed_field_is_refused_with_replacement(name):
     for make in (FP8RecipeKwargs, TERecipeKwargs, lambda **fields: resolve({"backend": "native", **fields})):
         for value in (True, False, "auto"):
             with pytest.raises(RecipeError) as caught:
@@ -622,7 +622,7 @@ def test_a_removed_field_is_refused_with_the_way_on(name):
         from_environment(environment(BACKEND="te", **{suffix: "1"}))
 
 
-def test_defaults_of_scaling_rules_are_explained():
+def test_defaults_of_scaling_rules_are_documented():
     assert FIELDS["fp8_format"].values_and_default == (
         "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
     )

@@ -14,7 +14,7 @@ from fp8_backends.recipes.handlers import from_environment
 # fp8_params, fp8_dpa, fp8_mha
 
 
-def test_te_keeps_weights_in_fp8_only_where_it_is_asked_to():
+def test_te_keeps_fp8_weights_only_on_request():
     assert resolve("te").fp8_params is False
     assert TERecipeKwargs(fp8_params="true").fp8_params is True
     assert resolve({"backend": "te:blockwise", "fp8_params": True}).name == "te:blockwise"
@@ -34,13 +34,13 @@ def test_te_keeps_weights_in_fp8_only_where_it_is_asked_to():
         ({"backend": "te+msamp:O1", "shard_states": True}, r"only with a level O3 or O4.* use te\+msamp:O3"),
     ],
 )
-def test_who_keeps_the_weights_is_said_once(fields, said):
+def test_fields_contradicting_the_backend_are_refused_with_fix(fields, said):
     with pytest.raises(RecipeError, match=said):
         resolve(fields)
 
 
 @pytest.mark.parametrize("name", ["fp8_dpa", "fp8_mha"])
-def test_attention_in_fp8_is_refused_with_the_reason_and_what_to_do(name):
+def test_fp8_attention_is_refused_with_reason_and_fix(name):
     for backend in ("te", "native:delayed", "ao", "msamp"):
         assert resolve({"backend": backend, name: False}) == resolve(backend)
         with pytest.raises(RecipeError, match=rf"{name}=True cannot be honoured: .*Linear layers.*DotProductAttention"):
@@ -69,7 +69,7 @@ def test_nemos_names_map_one_to_one():
     assert FP8RecipeKwargs("native:delayed", fp8_margin=3).name == "native:delayed"
 
 
-def test_megatrons_further_names_too():
+def test_megatrons_additional_names_map_one_to_one():
     assert resolve({"fp8": "e4m3", "fp8_recipe": "tensorwise"}).name == "te:dynamic"
     assert resolve({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}).fp8_params is True
     assert resolve({"fp8": "hybrid", "fp8_wgrad": False}).override_linear_precision == (False, False, True)
@@ -93,7 +93,7 @@ def test_megatrons_further_names_too():
         ({"fp8": "hybrid", "fp8_wgrat": True}, "fp8_wgrat is not a field"),
     ],
 )
-def test_nemos_value_that_cannot_be_honoured_is_refused_by_nemos_name(fields, said):
+def test_unsupported_nemo_value_is_refused_by_nemos_name(fields, said):
     with pytest.raises(RecipeError, match=said):
         resolve(fields)
 
@@ -134,7 +134,7 @@ def test_megatrons_spellings_and_precision_plugins(theirs, ours):
     assert resolve(theirs) == resolve(ours)
 
 
-def test_a_plugin_is_a_backend_string():
+def test_plugin_accepts_backend_string():
     assert resolve("bf16_with_fp8_mixed") == resolve(DELAYED_AS_NEMO)
 
 
@@ -160,12 +160,12 @@ def test_a_plugin_is_a_backend_string():
         ({"fp8": "hybrid", "no_fp8_wgrad": True, "fp8_wgrad": True}, "two names of one field"),
     ],
 )
-def test_megatrons_arguments_that_cannot_be_honoured_are_refused_by_name(fields, said):
+def test_unsupported_megatron_arguments_are_refused_by_name(fields, said):
     with pytest.raises(RecipeError, match=said):
         resolve(fields)
 
 
-def test_a_level_takes_no_te_names():
+def test_levels_refuse_te_names():
     with pytest.raises(RecipeError, match="margin is not a field of MSAMPRecipeKwargs"):
         MSAMPRecipeKwargs(fp8_margin=1)
 
@@ -219,7 +219,7 @@ class OfTheUser(DelayedScaling):
     pass
 
 
-def test_te_recipe_object_of_a_subclass_is_the_same_recipe():
+def test_subclass_of_te_recipe_gives_same_recipe():
     assert resolve(OfTheUser(margin=3)).margin == 3
     with pytest.raises(RecipeError, match=r"DelayedScaling.mine=1 cannot be honoured: its class has no such field"):
         resolve(with_attribute(OfTheUser(), "mine", 1))
@@ -242,12 +242,12 @@ def test_te_recipe_object_of_a_subclass_is_the_same_recipe():
         (recipe_class("CustomRecipe")(), "no FP8 recipe"),
     ],
 )
-def test_te_recipe_object_that_cannot_be_honoured_is_refused_by_name(spec, said):
+def test_unsupported_te_recipe_object_is_refused_by_name(spec, said):
     with pytest.raises(RecipeError, match=said):
         resolve(spec)
 
 
-def test_a_backward_that_the_environment_turned_to_high_precision_is_no_default():
+def test_backward_override_in_environment_is_not_a_default():
     """NVTE_BACKWARD_OVERRIDE changes the default of the class itself."""
     changed = recipe_class("Float8CurrentScaling", fp8_format=Format.HYBRID, backward_override="high_precision")
     with pytest.raises(RecipeError, match="backward_override='high_precision'"):

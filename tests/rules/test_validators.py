@@ -39,7 +39,7 @@ class Large(nn.Sequential):
         super().__init__(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers)))
 
 
-def test_no_fp8_hardware_says_that_bf16_is_faster():
+def test_missing_fp8_hardware_recommends_bf16():
     finding = rules("native", chip="cpu")["no_fp8_hardware"]
     assert finding.severity == "warning" and "bf16" in finding.fix
     emulated, _, refused = finding.reason.partition("refused:")
@@ -64,14 +64,14 @@ def test_clean_setup_has_no_findings():
         assert validate(spec, Large(), chip="hopper", **nothing_wrong) == []
 
 
-def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions():
+def test_unavailable_backend_and_wrong_string_are_findings():
     found = rules("te", chip=None)["unavailable"]
     assert found.severity == "error" and "TransformerEngine is not installed" in found.reason
     assert "unavailable" not in rules("te")
     assert "did you mean 'native'" in rules("nativ")["recipe"].reason
 
 
-def test_wrapper_is_seen_through_the_model():
+def test_wrapper_of_model_is_detected():
     class FSDPModule(nn.Linear):
         """Carry the name of the class mixed in by `fully_shard`."""
 
@@ -127,20 +127,20 @@ def test_te_without_an_nvidia_gpu_names_the_native_equivalent():
         ("native:mxfp8", (9, 0), (12, 0), set()),
     ],
 )
-def test_te_recipe_that_the_chip_or_its_cuda_lacks(spec, capability, cuda, expected):
+def test_te_recipe_unsupported_by_chip_or_cuda_is_found(spec, capability, cuda, expected):
     found = on_machine(spec, nvidia(capability, cuda=cuda))
     assert TE_RULES & found.keys() == expected
     if any("CUDA" in found[rule] for rule in expected):
         assert f"here: CUDA {cuda[0]}.{cuda[1]}" in found[min(expected)]
 
 
-def test_a_backward_that_the_environment_takes_out_of_fp8_is_pointed_out(monkeypatch):
+def test_backward_override_in_environment_is_found(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
     assert rules("te:dynamic")["te_backward_in_high_precision"].severity == "error"
     assert not te_rules("native:dynamic")
 
 
-def test_weights_in_fp8_are_whole_and_do_not_train():
+def test_fp8_weights_must_be_frozen_and_unsharded():
     spec = {"backend": "te", "fp8_params": True}
     for parallel in ("fsdp1", "fsdp2", "deepspeed"):
         found = rules(spec, parallel=parallel)["fp8_params_sharded"]
@@ -290,7 +290,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "fires", "near", "detail"), CASES, ids=[case[0] for case in CASES])
-def test_rule_fires_where_it_should_and_a_near_miss_does_not(rule, fires, near, detail):
+def test_rule_fires_and_near_miss_does_not(rule, fires, near, detail):
     (spec, setup), (near_spec, near_setup) = fires, near
     assert detail in rules(spec, **setup)[rule].reason
     assert rule not in rules(near_spec, **near_setup)
@@ -310,13 +310,13 @@ MACHINES = [
 
 
 @pytest.mark.parametrize(("rule", "spec", "fires", "near", "detail"), MACHINES)
-def test_rule_of_a_chip(rule, spec, fires, near, detail):
+def test_chip_rule_fires(rule, spec, fires, near, detail):
     assert RULES[rule].severity == "warning"
     assert detail in on_machine(spec, fires)[rule]
     assert rule not in on_machine(spec, near)
 
 
-def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none():
+def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
     for has_bf16 in (False, True):
         machine = Machine(chips.CPU, bf16_products=has_bf16)
         for dtype in ("bf16", "fp16"):
@@ -327,13 +327,13 @@ def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none():
     assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"})
 
 
-def test_rule_of_a_version_of_torch():
+def test_torch_version_rule_fires():
     for release, fires in (((2, 10), True), ((2, 11), False), ((2, 13), False)):
         for engine in (None, "ddp", "fsdp2"):
             assert ("torch_untried" in on_machine("native", nvidia((9, 0), torch=release), engine)) == fires
 
 
-def test_rowwise_products_on_a_cpu_want_a_new_torch():
+def test_rowwise_products_on_cpu_need_recent_torch():
     old, new = Machine(chips.CPU, torch=(2, 12)), Machine(chips.CPU, torch=(2, 13))
     assert "torch 2.12" in on_machine("ao:rowwise", old)["rowwise_cpu_torch"]
     for spec, machine in (("ao:tensorwise", old), ("native:rowwise", old), ("ao:rowwise", new)):
@@ -375,7 +375,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("rule", "spec", "refused", "near", "cause"), REFUSED)
-def test_training_refuses_in_the_rule_s_words_and_names_the_recipe(rule, spec, refused, near, cause):
+def test_training_raises_message_of_rule_with_recipe(rule, spec, refused, near, cause):
     recipe = resolve(spec)
     with pytest.raises(RecipeError) as error:
         refuse(Setup(recipe, CPU, **refused))
@@ -385,14 +385,14 @@ def test_training_refuses_in_the_rule_s_words_and_names_the_recipe(rule, spec, r
     refuse(Setup(**{"recipe": recipe, "machine": CPU, **near}))
 
 
-def test_every_rule_that_is_raised_is_an_error_and_has_a_case():
+def test_every_raised_rule_is_an_error_with_a_case():
     setup = Setup(resolve("native"), CPU, world_size=2)
     raised = {rule.name for rule in RULES.values() if rule.is_raised(setup)}
     assert raised == {rule for rule, *_ in REFUSED}
     assert {RULES[name].severity for name in raised} == {"error"}
 
 
-def test_small_layers_are_judged_by_the_scale_s_granularity():
+def test_small_layers_are_judged_by_scale_granularity():
     between = nn.Sequential(nn.Linear(8192, 2048, device="meta"))  # a gain with one scale a tensor, none a row
     assert "8192 -> 2048" in rules("native:rowwise", between)["small_layers"].reason
     assert "small_layers" not in rules("native:dynamic", between)
@@ -403,7 +403,7 @@ def test_small_layers_are_judged_by_the_scale_s_granularity():
     assert "small_model" in rules("native:dynamic", between)
 
 
-def test_model_shows_its_configuration():
+def test_configuration_is_read_from_the_model():
     model = with_config(50257, vocab_size=50257, _attn_implementation="flash_attention_2")
     model.is_gradient_checkpointing = True
     found = rules("ao", model, parallel="fsdp2", compiled="full")
@@ -414,7 +414,7 @@ def test_model_shows_its_configuration():
     assert "vocabulary_off_16" in rules("ao", language)
 
 
-def test_optimizer_object_is_judged_as_prepare_judges_it():
+def test_optimizer_findings_match_prepare():
     weights = [nn.Parameter(torch.zeros(2, 2))]
     refused = rules("msamp:O2", optimizer=torch.optim.RMSprop(weights, lr=1.0))["optimizer"]
     assert refused.severity == "error" and "torch.optim.AdamW" in refused.fix
@@ -431,7 +431,7 @@ def test_patterns_that_match_nothing_are_findings():
     assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm swapped by te
 
 
-def test_another_chip_is_judged_with_new_libraries(monkeypatch):
+def test_other_chip_is_judged_with_recent_libraries(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.cuda_release", lambda: (12, 0))
     assert not rules("te:blockwise", chip="hopper")
     assert set(rules("te:mxfp8", chip="hopper")) == {"te_mxfp8_chip"} and not rules("te:mxfp8", chip="blackwell")
@@ -463,19 +463,19 @@ def test_another_chip_is_judged_with_new_libraries(monkeypatch):
         ({"optimizer": torch.optim.AdamW}, "must be a torch.optim.Optimizer that was made, or a name"),
     ],
 )
-def test_a_word_that_no_rule_knows_is_an_error_and_not_in_silence_nobody_s_problem(said, expected):
+def test_unknown_setup_word_is_an_error(said, expected):
     with pytest.raises(RecipeError, match=expected):
         validate("ao", **said)
 
 
-def test_nothing_of_the_model_changes():
+def test_validate_leaves_model_unchanged():
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     state, classes = {**vars(model[0])}, [type(module) for module in model.modules()]
     validate("native", model)
     assert vars(model[0]) == state and [type(module) for module in model.modules()] == classes
 
 
-def test_layers_of_an_fp8_checkpoint_must_not_be_meant_to_train():
+def test_trainable_fp8_checkpoint_layers_are_found():
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     with torch.device("meta"):

@@ -30,13 +30,13 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}])
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_implementation_of_torch_is_taken(options, level):
+def test_every_torch_implementation_is_accepted(options, level):
     model, optimizer = prepared(level, lambda p: torch.optim.AdamW(p, 1e-2, **options))
     losses = train(model, optimizer, [0] * 15)
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_large_embedding_has_scaled_states_and_is_trained():
+def test_large_embedding_trains_with_scaled_states():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -62,7 +62,7 @@ def test_a_large_embedding_has_scaled_states_and_is_trained():
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("maximize", [False, nightly(True)])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_after_four_steps_weights_are_torchs(kind, maximize, level):
+def test_weights_match_torch_after_four_steps(kind, maximize, level):
     """The same gradients for both. MS-AMP's own test: within 3e-4 of torch's; here for 99 % of elements at least, as
     Adam's first steps depend on the sign of gradients near zero."""
     stock_model, model = mlp(), mlp()
@@ -87,7 +87,7 @@ def test_after_four_steps_weights_are_torchs(kind, maximize, level):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_o1_with_fp32_weights_is_torch(kind):
+def test_o1_with_fp32_weights_matches_torch(kind):
     """Train a model without converted layers by the converted optimizer."""
     stock_model, model = mlp(), mlp()
     stock, optimizer = OPTIMIZERS[kind](stock_model.parameters()), OPTIMIZERS[kind](model.parameters())
@@ -149,7 +149,7 @@ class OwnUpdate(torch.optim.AdamW):
 
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("kind", [Counting, type("Named", (torch.optim.AdamW,), {})])
-def test_a_subclass_that_inherits_its_update_trains_as_its_class_does(kind, scheduled):
+def test_subclass_with_inherited_update_trains_like_its_class(kind, scheduled):
     pairs, hooks = [], []
     for cls in (torch.optim.AdamW, kind):
         model = mlp()
@@ -186,7 +186,7 @@ def test_a_subclass_that_inherits_its_update_trains_as_its_class_does(kind, sche
         (lambda p: Adafactor(p, 1e-3, relative_step=False), r"transformers.*Adafactor.*optimizers=\(optimizer, None"),
     ],
 )
-def test_what_it_cannot_do_is_named_and_leaves_everything_alone(make, message):
+def test_unsupported_options_are_named_and_change_nothing(make, message):
     model = mlp()
     optimizer = make(model.parameters())
     kind = type(optimizer)
@@ -195,7 +195,7 @@ def test_what_it_cannot_do_is_named_and_leaves_everything_alone(make, message):
     assert type(optimizer) is kind and type(model[0]) is nn.Linear
 
 
-def test_a_replaced_step_is_named():
+def test_replaced_step_method_is_named():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step = lambda: None
@@ -203,14 +203,14 @@ def test_a_replaced_step_is_named():
         fp8_backends.prepare(model, optimizer, "msamp:O2")
 
 
-def test_sparse_gradients_are_refused_with_what_to_do():
+def test_sparse_gradients_are_refused_with_fix():
     model, optimizer = prepared("O2", model=nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)))
     model(torch.arange(4)).sum().backward()
     with pytest.raises(FP8BackendError, match="sparse=False"):
         optimizer.step()
 
 
-def test_a_parameter_without_elements_takes_part_in_a_step():
+def test_empty_parameter_steps():
     model = mlp()
     model.nothing = nn.Parameter(torch.empty(0, 8))
     model, optimizer = prepared("O2", model=model)
@@ -233,7 +233,7 @@ def saved(state_dict: dict) -> dict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(level, dtype):
+def test_state_dict_holds_plain_tensors_or_placeholders(level, dtype):
     model, optimizer = prepared(level, model=mlp(dtype))
     train(model, optimizer, range(2))
     with fp8_backends.checkpoints.whole_states(optimizer, receives=False):
@@ -251,7 +251,7 @@ def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(
 
 
 @pytest.mark.parametrize("level", ["O2", "O4"])
-def test_moments_that_were_rounded_to_a_power_of_two_are_loaded_to_the_bit(level):
+def test_moments_with_power_of_two_scales_load_bitwise(level):
     """The amax of rounded values may have a finer scale than the original amax."""
     model, optimizer = prepared(level)
     train(model, optimizer, range(1))
@@ -264,7 +264,7 @@ def test_moments_that_were_rounded_to_a_power_of_two_are_loaded_to_the_bit(level
     assert torch.equal(moment.exact(), before) and torch.equal(moment.scale_inv, scale_inv / 2)
 
 
-def test_loading_updates_groups_in_place_and_keeps_a_scheduler_in_charge():
+def test_loading_updates_groups_in_place_for_schedulers():
     model, optimizer = prepared("O2")
     train(model, optimizer, range(2))
     states = saved(optimizer.state_dict())
@@ -278,7 +278,7 @@ def test_loading_updates_groups_in_place_and_keeps_a_scheduler_in_charge():
     assert group["lr"] == pytest.approx(0.05)
 
 
-def test_another_models_checkpoint_is_named():
+def test_checkpoint_of_another_model_is_named():
     _, optimizer = prepared("O2")
     model, other = prepared("O2", model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)]))
     model(torch.randn(4, 32)).sum().backward()
@@ -292,7 +292,7 @@ def test_another_models_checkpoint_is_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.0, 0.05), ("nearest", 0.5, 1.0)])
-def test_an_audit_tells_what_rounding_swallows(rounding, least, most, caplog):
+def test_audit_reports_updates_lost_in_rounding(rounding, least, most, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     for layer in model:

@@ -250,7 +250,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.prepare()
 
     @invariant()
-    def values_are_those_of_the_twins(self):
+    def values_match_twins(self):
         for i, twin in getattr(self, "twins", {}).items():
             weight = self.model[i].weight
             torch.testing.assert_close(plain(weight), twin.detach(), rtol=2**-22, atol=1e-30)

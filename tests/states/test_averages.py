@@ -30,7 +30,7 @@ def assert_averages(found: dict, wanted: dict) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
+def test_averaged_model_averages_exact_weights(backend, inside):
     """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step (the masters at
     O3)."""
     model, optimizer = prepared(backend)
@@ -56,7 +56,7 @@ def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "native:window", "msamp:O2", "ao"])
-def test_an_average_made_before_prepare_finds_the_buffers_that_it_has(backend):
+def test_average_made_before_prepare_keeps_its_buffers(backend):
     model = torch.nn.Sequential(*mlp(), torch.nn.BatchNorm1d(mlp()[-1].out_features))
     averaged = AveragedModel(model, use_buffers=True)
     by_hand = copy.deepcopy(model)
@@ -73,7 +73,7 @@ def test_an_average_made_before_prepare_finds_the_buffers_that_it_has(backend):
 @pytest.mark.slow  # loading diffusers
 @pytest.mark.parametrize("foreach", [False, nightly(True)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit(backend, foreach):
+def test_diffusers_average_is_exact_and_leaves_training_unchanged(backend, foreach):
     from diffusers.training_utils import EMAModel
 
     model, optimizer = prepared(backend)

@@ -69,7 +69,7 @@ def train_in_fp32(model, optimizer, seeds) -> list[float]:
     ],
     ids=str,
 )
-def test_the_default_dtype_changes_no_number(spec, optimizer, dtype):
+def test_default_dtype_changes_no_bit(spec, optimizer, dtype):
     wanted, weights = run(torch.float32, spec, optimizer)
     found, found_weights = run(dtype, spec, optimizer)
     assert found == wanted

@@ -67,7 +67,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_steps_inside_backward_are_those_of_the_usual_order(level, waiting):
+def test_steps_inside_backward_match_usual_order(level, waiting):
     usual = prepared(level, in_groups, Words())
     ours = prepared(level, in_groups, Words(), gradient_release=True)
     losses = train_with_a_scheduler(*usual, range(3), released=False)
@@ -77,7 +77,7 @@ def test_steps_inside_backward_are_those_of_the_usual_order(level, waiting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_other_optimizers_step_inside_backward_too(name, monkeypatch):
+def test_other_optimizers_step_inside_backward(name, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
     usual = prepared("O2", OPTIMIZERS[name])
     ours = prepared("O2", OPTIMIZERS[name], gradient_release=True)
@@ -85,7 +85,7 @@ def test_other_optimizers_step_inside_backward_too(name, monkeypatch):
     assert_same(ours, usual)
 
 
-def test_a_gradient_that_is_not_finite_counts_as_zero(monkeypatch):
+def test_non_finite_gradient_counts_as_zero(monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
     pairs = prepared("O2"), prepared("O2", gradient_release=True)
     for model, optimizer in pairs:
@@ -98,7 +98,7 @@ def _held_by(model: nn.Module) -> int:
     return sum(each.grad is not None and not is_dropped(each.grad) for each in model.parameters())
 
 
-def test_gradients_lie_in_memory_one_at_a_time(monkeypatch):
+def test_one_gradient_at_a_time_is_in_memory(monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
     model, optimizer = prepared("O2", gradient_release=True)
     held = []
@@ -110,7 +110,7 @@ def test_gradients_lie_in_memory_one_at_a_time(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_of_both_kinds(use_reentrant, monkeypatch):
+def test_both_kinds_of_activation_checkpointing(use_reentrant, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
 
     def step(model, optimizer):
@@ -126,7 +126,7 @@ def test_activation_checkpointing_of_both_kinds(use_reentrant, monkeypatch):
     assert_same(*pairs)
 
 
-def test_resumes_to_the_bit():
+def test_gradient_release_resumes_bitwise():
     model, optimizer = prepared("O2", gradient_release=True)
     train(model, optimizer, range(2))
     other, resumed = prepared("O2", gradient_release=True)
@@ -136,7 +136,7 @@ def test_resumes_to_the_bit():
     assert_equal_states(resumed, optimizer)
 
 
-def test_a_copied_model_keeps_its_gradients():
+def test_copied_model_keeps_gradients():
     model, optimizer = prepared("O2", gradient_release=True)
     train(model, optimizer, range(1))
     copied, before = copy.deepcopy((model, optimizer)), values_of(model)
@@ -147,7 +147,7 @@ def test_a_copied_model_keeps_its_gradients():
     assert not torch.equal(values_of(copied[0])["3.weight"], before["3.weight"])
 
 
-def test_bytes_of_gradients_are_none():
+def test_gradients_take_no_bytes():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
     optimizer.step()
@@ -221,7 +221,7 @@ def test_a_loop_that_never_clears_gradients_is_refused():
     train(model, optimizer, range(2))
 
 
-def test_a_gradient_by_hand_where_one_was_stepped_with_is_refused():
+def test_manual_gradient_after_release_is_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
     model[3].weight.grad = torch.ones(64, 128)
@@ -229,14 +229,14 @@ def test_a_gradient_by_hand_where_one_was_stepped_with_is_refused():
         optimizer.step()
 
 
-def test_a_weight_that_two_reentrant_checkpoints_share_is_refused():
+def test_weight_shared_by_reentrant_checkpoints_is_refused():
     model, _ = prepared("O2", gradient_release=True, model=nn.Sequential(nn.Linear(64, 64)))
     hidden = checkpoint(model, batch(0).requires_grad_(), use_reentrant=True)
     with pytest.raises(FP8BackendError, match="use_reentrant=False"):
         checkpoint(model, hidden, use_reentrant=True).square().mean().backward()
 
 
-def test_options_that_change_after_backward_are_refused():
+def test_options_changed_after_backward_are_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
     optimizer.param_groups[0]["lr"] = 1.0
@@ -251,20 +251,20 @@ def test_a_closure_is_refused():
 
 
 @pytest.mark.parametrize("fields", [{"guard": "skip"}, {"autocast_dtype": "fp16"}], ids=["guard", "fp16"])
-def test_what_leaves_steps_out_is_refused(fields):
+def test_features_skipping_steps_are_refused(fields):
     model = mlp()
     with pytest.raises(RecipeError, match="gradient_release"):
         prepared("O2", model=model, gradient_release=True, **fields)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_a_guard_that_warns_sees_what_it_can():
+def test_warning_guard_accepts_gradient_release():
     model, optimizer = prepared("O2", gradient_release=True, guard="warn")
     train(model, optimizer, range(2))
     assert fp8_backends.watch.guard.faults(optimizer) == []
 
 
-def test_a_parameter_that_is_added_later_is_stepped_as_usual():
+def test_added_parameter_steps_as_usual():
     model, optimizer = prepared("O2", gradient_release=True)
     extra = nn.Parameter(torch.ones(64))
     optimizer.add_param_group({"params": [extra]})

@@ -15,7 +15,7 @@ STEPS = 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [nightly("O2"), "O4"])
-def test_compiled_training_equals_eager_training(level):
+def test_compiled_training_matches_eager(level):
     """O2 keeps FP16 weights, like O1; O4 keeps codes and residuals, and O3 codes and masters."""
     torch._dynamo.reset()
     graphs = []

@@ -14,7 +14,7 @@ STEPS = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [nightly("O2"), "O3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_at_a_level(family, level):
+def test_model_family_trains_at_level(family, level):
     """GPT-2 with its tied head: the embedding reads the scaled weight too."""
     model, plain = build(family), build(family)
     keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))

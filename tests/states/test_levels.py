@@ -26,7 +26,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_bytes_per_element_are_those_of_the_level(level):
+def test_bytes_per_element_match_the_level(level):
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     model, optimizer = prepared(level, model=model)
     model(torch.randn(8, 256)).square().mean().backward()
@@ -89,7 +89,7 @@ def quantized(values: torch.Tensor, level: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_e4m3_at_once_and_fp32_while_they_accumulate(level):
+def test_gradients_are_e4m3_and_accumulate_in_fp32(level):
     model, optimizer = prepared(level)
     gradients = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.codes.dtype))
@@ -101,7 +101,7 @@ def test_gradients_are_e4m3_at_once_and_fp32_while_they_accumulate(level):
     assert model[0].weight.grad.codes.dtype == torch.float8_e4m3fn
 
 
-def test_a_gradient_that_was_there_is_kept():
+def test_existing_gradient_is_kept():
     model = mlp()
     loss_of(model, 0).backward()
     before = model[0].weight.grad.clone()
@@ -111,7 +111,7 @@ def test_a_gradient_that_was_there_is_kept():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_saved_is_plain_and_loads_anywhere(level, tmp_path):
+def test_saved_state_is_plain_and_loads_anywhere(level, tmp_path):
     model, optimizer = prepared(level)
     train(model, optimizer, range(3))
     state = model.state_dict()
@@ -151,7 +151,7 @@ def test_assigned_weights_are_stored_again(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_train_apart_from_the_original(level):
+def test_copies_train_independently(level):
     model, optimizer = prepared(level)
     train(model, optimizer, range(2))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -177,7 +177,7 @@ def test_moved_and_cast_modules_keep_their_storage_and_hooks(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_restore_gives_plain_layers_with_the_values_of_this_moment(level):
+def test_restore_returns_plain_layers_with_current_values(level):
     model, optimizer = prepared(level)
     train(model, optimizer, range(3))
     weight, before = model[0].weight, values_of(model)
@@ -200,7 +200,7 @@ def test_preparing_again_changes_nothing():
 
 
 @pytest.mark.parametrize("held", ["weak reference", "graph"])
-def test_a_weight_that_something_holds_is_named_and_nothing_changes(held):
+def test_referenced_weight_is_named_and_nothing_changes(held):
     model = mlp()
     keep = weakref.ref(model[3].weight) if held == "weak reference" else loss_of(model, 0)
     with pytest.raises(FP8BackendError, match=r"\d\.weight: its storage cannot be swapped"):

@@ -119,7 +119,7 @@ def first_step(model, optimizer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
-def test_a_step_waits_for_nothing(backend):
+def test_step_never_synchronizes(backend):
     """Run two microbatches, a clip and the optimizer's step; in FP32, since then PyTorch steps the norms."""
     model, optimizer = prepared(backend, layers=1, dtype=torch.float32)
     first_step(model, optimizer)
@@ -132,7 +132,7 @@ def test_a_step_waits_for_nothing(backend):
     assert meter.calls and not meter.waits
 
 
-def test_a_plain_number_takes_no_copy():
+def test_plain_number_needs_no_host_copy():
     gradient = quantize(torch.empty(32, 64, device="meta"), torch.float8_e4m3fn)
     gradient.accumulates = True
     with metered() as meter:
@@ -145,7 +145,7 @@ def test_a_plain_number_takes_no_copy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", ["number", "copy", "list"])
-def test_the_meter_sees_what_waits(wait):
+def test_meter_detects_synchronization(wait):
     """The wait is planted in a hook, inside backward."""
     model, optimizer = prepared("msamp:O2", layers=1)
     first_step(model, optimizer)
@@ -191,7 +191,7 @@ def connect(model: nn.Module, group, comm: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level, comm", [nightly("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
-def test_gradients_travel_without_waiting(level, comm, two_ranks):
+def test_gradient_reduction_never_synchronizes(level, comm, two_ranks):
     model, optimizer = prepared(f"msamp:{level}", layers=2)
     connect(model, two_ranks, comm)
     connection = BackwardPass.find(model)
@@ -235,12 +235,12 @@ def calls(layers: int, what: str, group=None) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["agreement", "unscale", "scale", "zero"])
-def test_calls_do_not_grow_with_the_number_of_layers(what, two_ranks):
+def test_number_of_calls_is_independent_of_layers(what, two_ranks):
     assert calls(2, what, two_ranks) == calls(4, what, two_ranks)
 
 
 @pytest.mark.slow
-def test_a_clip_takes_a_few_calls_for_each_weight():
+def test_clip_needs_few_calls_per_weight():
     """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the scale's magnitude,
     and the scale times the factor. On a GPU a norm is two launches."""
     few, many = calls(2, "norms and clip"), calls(4, "norms and clip")

@@ -134,7 +134,7 @@ CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.
 @pytest.mark.parametrize("kind", CLASSES)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_a_step_is_stocks_within_one_rounding(kind, data):
+def test_step_matches_stock_within_one_rounding(kind, data):
     level = data.draw(st.sampled_from(["O1", "O2", "O3", "O4"]))
     rounding = data.draw(st.sampled_from(["stochastic", "nearest"]))
     model = Layers()
@@ -181,7 +181,7 @@ def assert_equal(ours: tuple, expected: tuple) -> None:
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize("level", ["O2", "O3", "O4"])
 @pytest.mark.parametrize("kind", ["sgd", "lion"])
-def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, level, monkeypatch):
+def test_shards_of_a_parameter_step_like_the_whole(kind, level, monkeypatch):
     whole = weights_after_steps(kind, level)
     monkeypatch.setattr(stock_steps, "PART", 1024)
     assert_equal(weights_after_steps(kind, level), whole)
@@ -192,7 +192,7 @@ def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, level, m
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
 )
-def test_parameters_are_stepped_together_as_each_alone(kind, level):
+def test_joint_step_matches_single_parameter_steps(kind, level):
     """Random bits depend on a parameter's place in the optimizer and its own count of steps."""
     assert_equal(weights_after_steps(kind, level), weights_after_steps(kind, level, together=False))
 
@@ -216,7 +216,7 @@ BYTES |= {"adamw": 6, "adam": 6}
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_the_same_object_keeps_its_groups_schedulers_and_hooks_and_stores_scaled_states(kind):
+def test_converted_object_keeps_groups_schedulers_and_hooks(kind):
     model, steps = mlp(), []
     optimizer = MAKE[kind](list(model.parameters()))
     optimizer.param_groups[0]["mine"] = "kept"
@@ -255,7 +255,7 @@ def test_converted_classes_are_named_after_their_stock_classes():
 @pytest.mark.parametrize(
     ("level", "dtype"), [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)]
 )
-def test_resume_copies_and_pickles_are_equal_to_the_bit(kind, level, dtype):
+def test_resume_copies_and_pickles_match_bitwise(kind, level, dtype):
     model, optimizer = prepared(kind, level, mlp(dtype))
     train(model, optimizer, range(3))
     buffer = io.BytesIO()
@@ -283,7 +283,7 @@ ADAM_PAIRS = [("stock", "O4"), ("O4", "stock"), ("O4", "O2"), ("O2", "O4"), ("O3
     ("kind", "source", "target"),
     [*((kind, *pair) for kind in MAKE for pair in PAIRS), *(("adamw", *pair) for pair in ADAM_PAIRS)],
 )
-def test_a_checkpoint_loads_at_another_level_by_value(kind, source, target):
+def test_checkpoint_loads_by_value_at_another_level(kind, source, target):
     def made(level, seed):
         model = mlp(seed=seed)
         return (model, MAKE[kind](list(model.parameters()))) if level == "stock" else prepared(kind, level, model)
@@ -308,7 +308,7 @@ def test_a_checkpoint_loads_at_another_level_by_value(kind, source, target):
 
 
 @pytest.mark.parametrize(("kind", "name", "steps"), [("sgd", "momentum_buffer", 2), ("adamw", "exp_avg", 3)])
-def test_states_of_a_stock_optimizer_stay_when_it_is_prepared(kind, name, steps):
+def test_prepare_keeps_states_of_stepped_optimizer(kind, name, steps):
     """SGD has not counted its steps: its buffer stands for one."""
     model = mlp()
     optimizer = MAKE[kind](model.parameters())
@@ -325,7 +325,7 @@ def test_states_of_a_stock_optimizer_stay_when_it_is_prepared(kind, name, steps)
 @pytest.mark.parametrize(
     ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
 )
-def test_a_gradient_that_is_not_finite_counts_as_zero_in_its_step(kind, level, bad):
+def test_non_finite_gradient_counts_as_zero(kind, level, bad):
     model, optimizer = prepared(kind, level)
     for step in range(12):
         loss_of(model, 0).backward()
@@ -342,7 +342,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_in_its_step(kind, level, b
 
 
 @pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.9, 1.1), ("nearest", 0.0, 0.1)])
-def test_small_steps_add_up_with_stochastic_rounding(rounding, least, most):
+def test_small_steps_accumulate_with_stochastic_rounding(rounding, least, most):
     """Steps of SGD of a fiftieth of FP16's own: to nearest, all are lost."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128, bias=False))
@@ -381,7 +381,7 @@ def refused(states: dict, change) -> dict:
         ("lion", lambda s: s["param_groups"][0].update(betas=(0.9, torch.nan)), "betas of parameter group 0"),
     ],
 )
-def test_a_state_dict_that_training_could_not_go_on_from_is_refused(kind, change, message):
+def test_untrainable_state_dict_is_refused(kind, change, message):
     model, optimizer = prepared(kind, "O2")
     train(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
@@ -390,7 +390,7 @@ def test_a_state_dict_that_training_could_not_go_on_from_is_refused(kind, change
     optimizer.load_state_dict(before)
 
 
-def test_what_a_class_says_wrongly_of_its_states_is_refused():
+def test_wrong_fp8_roles_are_refused():
     wrong = type("Wrong", (Lion,), {"fp8_roles": {"exp_avg": "third_moment"}})
     model = mlp()
     with pytest.raises(FP8BackendError, match="'third_moment': there are first_moment, second_moment"):
@@ -402,7 +402,7 @@ def test_what_a_class_says_wrongly_of_its_states_is_refused():
         optimizer.step()
 
 
-def test_a_subclass_of_a_class_that_names_its_states_is_another():
+def test_subclass_does_not_inherit_fp8_roles():
     model = mlp()
     with pytest.raises(FP8BackendError, match="not with .*Other"):
         fp8_backends.prepare(model, type("Other", (Lion,), {})(model.parameters()), "msamp:O2")
@@ -411,7 +411,7 @@ def test_a_subclass_of_a_class_that_names_its_states_is_another():
 # In training
 
 
-def test_muon_beside_adamw_accumulates_and_clips_under_accelerate():
+def test_muon_with_adamw_accumulates_and_clips_under_accelerate():
     """Muon trains the matrices, AdamW the rest."""
     AcceleratorState._reset_state(True)
     recipe = fp8_backends.FP8RecipeKwargs(backend="msamp:O2")

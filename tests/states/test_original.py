@@ -36,21 +36,21 @@ def recipe(**fields):
     return fp8_backends.MSAMPRecipeKwargs(implementation="original", **fields)
 
 
-def test_where_it_is_missing_the_native_levels_are_named():
+def test_missing_msamp_recommends_native_levels():
     model = mlp()
     with pytest.raises(BackendUnavailableError, match=r"torch 2.1.*msamp:O1 to msamp:O4"):
         fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe())
     assert type(model[0]) is torch.nn.Linear
 
 
-def test_it_is_handed_over(stub_msamp):
+def test_model_and_optimizer_reach_msamp(stub_msamp):
     model = mlp()
     new, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(opt_level="O1"))
     assert new is not model and stub_msamp == [("O1", False)]
     assert optimizer.param_groups[0]["params"][0] is next(new.parameters())
 
 
-def test_accelerate_hands_it_over(stub_msamp):
+def test_accelerate_passes_objects_to_msamp(stub_msamp):
     AcceleratorState._reset_state(reset_partial_state=True)  # another precision, after an earlier test
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
     model = mlp()
@@ -70,7 +70,7 @@ def test_accelerate_hands_it_over(stub_msamp):
         ({"include": "+0"}, "include"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, message):
+def test_unsupported_options_are_refused_by_name(stub_msamp, fields, message):
     model = mlp()
     with pytest.raises(RecipeError, match=message):
         fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(**fields))

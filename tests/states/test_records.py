@@ -28,7 +28,7 @@ def measurements(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_record_is_measured_before_the_first_step_and_after_each_other_write_alone(measurements):
+def test_record_is_measured_only_after_foreign_writes(measurements):
     model, optimizer = prepared("O2")
     train(model, optimizer, range(4))
     count = len(known(model))
@@ -45,7 +45,7 @@ def test_a_record_is_measured_before_the_first_step_and_after_each_other_write_a
     assert len(measurements) == 2 * count + 2
 
 
-def test_without_eps_nothing_bounds_an_update_and_the_step_takes_two_passes(monkeypatch):
+def test_step_without_eps_takes_two_passes(monkeypatch):
     jobs = []
     made = AdamSteps.__init__
     monkeypatch.setattr(AdamSteps, "__init__", lambda self, of, **how: jobs.extend(of) or made(self, of, **how))
@@ -57,7 +57,7 @@ def test_without_eps_nothing_bounds_an_update_and_the_step_takes_two_passes(monk
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_weight_knows_the_amax_of_its_data_until_something_writes_to_it(kind):
+def test_weight_amax_is_known_until_a_write(kind):
     model, optimizer = prepared("O2", OPTIMIZERS[kind])
     assert set(known(model).values()) == {None}
     train(model, optimizer, range(3))
@@ -73,7 +73,7 @@ def test_a_weight_knows_the_amax_of_its_data_until_something_writes_to_it(kind):
     assert set(known(model).values()) == {None}
 
 
-def test_a_forward_takes_the_known_amax_and_makes_the_same_codes(monkeypatch):
+def test_forward_uses_known_amax_and_computes_same_codes(monkeypatch):
     model, optimizer = prepared("O2")
     train(model, optimizer, range(3))
     taken = []

@@ -40,7 +40,7 @@ READS = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_write_to_a_freed_copy_raises(level, write, mode):
+def test_write_to_freed_copy_raises(level, write, mode):
     model, optimizer = prepared(level)
     with mode():
         WRITES[write](model.state_dict()["0.weight"])
@@ -58,7 +58,7 @@ def test_every_read_of_the_weight_raises(level, read):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_changed_dict_that_is_loaded_trains(level, tmp_path):
+def test_changed_state_dict_loads_and_trains(level, tmp_path):
     model, optimizer = prepared(level)
     dcp.save({"model": mlp(seed=1).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     for change in (lambda state: dcp.load({"model": state}, checkpoint_id=tmp_path, no_dist=True), halve):
@@ -74,7 +74,7 @@ def halve(state: dict[str, torch.Tensor]) -> None:
         value.mul_(0.5)
 
 
-def test_snapshots_stay_as_they_were_and_may_be_read_and_cast():
+def test_snapshots_stay_unchanged_and_readable():
     model, optimizer = prepared("O2")
     state = model.state_dict()
     kept = {name: value.clone() for name, value in state.items()}
@@ -84,7 +84,7 @@ def test_snapshots_stay_as_they_were_and_may_be_read_and_cast():
     train(model, optimizer, range(2))
 
 
-def test_copies_take_no_memory_once_they_are_freed():
+def test_freed_copies_take_no_memory():
     model, _ = prepared("O2")
     for _ in range(5):
         model.state_dict()

@@ -66,7 +66,7 @@ def sharded(made: nn.Module) -> nn.Module:
     return fully_shard(made)
 
 
-def check_losses_equal_those_of_te_linear_under_ddp():
+def check_losses_match_te_linear_under_ddp():
     for spec, recipe in SPECS.items():
         made = model()
         prepare(made, None, spec)
@@ -80,7 +80,7 @@ def check_losses_equal_those_of_te_linear_under_ddp():
             assert not differs_between_ranks(scales(wrapped))
 
 
-def check_losses_equal_those_of_te_linear_under_fsdp2():
+def check_losses_match_te_linear_under_fsdp2():
     for spec, recipe in SPECS.items():
         made = model()
         prepare(made, None, spec)
@@ -94,7 +94,7 @@ def check_losses_equal_those_of_te_linear_under_fsdp2():
         assert made.blocks[0].up.is_fsdp2 is True
 
 
-def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
+def check_conv1d_trains_like_linear_layers_under_ddp_and_fsdp2():
     """Match bitwise, except at a level under FSDP2, with different shards of a gradient and their own scales."""
     for wrap in (DistributedDataParallel, sharded):
         for spec in ("te:delayed", "te:blockwise", "te:dynamic+msamp:O3"):
@@ -129,7 +129,7 @@ def check_experts_train_alike_under_ddp_and_fsdp2():
         assert found["in_ddp"] == pytest.approx(found["in_fsdp2"], rel=gap, abs=0), found
 
 
-def check_experts_on_their_ranks_have_the_numbers_of_one_process():
+def check_expert_parallelism_matches_one_process():
     """Include a rank without tokens; with delayed scales experts stay in high precision with a reason. Weights'
     gradients match up to one bf16 unit: an operand's address may change the order of an FP32 sum."""
     for scaling, numbers in (("dynamic", (40, 7)), ("blockwise", (0, 24)), ("dynamic+msamp:O2", (0, 24))):
@@ -190,7 +190,7 @@ class Experts(nn.Module):
         return x + self.experts[dist.get_rank()](x) + self.experts[2](x)
 
 
-def check_ranks_that_run_different_layers_agree_on_the_scales_of_each():
+def check_ranks_running_different_layers_synchronize_scales():
     """TransformerEngine lists layers as they run first, and reduces the list in one piece."""
     torch.manual_seed(0)
     made = Experts()
@@ -223,7 +223,7 @@ def train(acc: Accelerator, made: nn.Module, optimizer, batches) -> list[float]:
     return found
 
 
-def check_norms_train_under_ddp_and_fsdp2_as_on_one_rank():
+def check_norms_match_one_rank_under_ddp_and_fsdp2():
     """Both ranks see the same batches, so the mean of their gradients is the gradient, and every loss repeats."""
     found = []
     for wrap in (lambda made: made, DistributedDataParallel, shard_each):
@@ -266,7 +266,7 @@ def check_accelerate_proves_and_resumes():
         assert train(acc, made, optimizer, own_batches()[3:]) == unbroken, engine
 
 
-def check_fp8_params_go_with_ddp_and_are_refused_where_weights_are_sharded():
+def check_fp8_params_train_under_ddp_and_refuse_sharding():
     found = []
     for fp8_params in (False, True):
         torch.manual_seed(0)
@@ -290,7 +290,7 @@ def check_fp8_params_go_with_ddp_and_are_refused_where_weights_are_sharded():
         losses(made, adamw(made.adapter), own_batches()[:1])
 
 
-def check_deepspeed_trains_as_one_rank_does():
+def check_deepspeed_matches_one_rank():
     """Both ranks see the same batches, so the mean of their gradients is the gradient, and every number repeats."""
     fp8_backends.connect()
     for engine, scaling, recompute in (("ZeRO1", "dynamic", None), ("ZeRO3", "delayed", False)):

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
         pytest.param("nightly", marks=pytest.mark.nightly),
     ],
 )
-def test_inside(marked, te_site, subtests, tmp_path):
+def test_tests_with_transformer_engine_pass(marked, te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     process = warm_process.run(
         *("-m", "pytest", str(HERE / "inside"), "-q", "-m", marked, "-p", "no:cacheprovider", f"--junitxml={results}"),
@@ -39,5 +39,5 @@ def test_inside(marked, te_site, subtests, tmp_path):
     assert cases and process.returncode == 0, process.stdout[-8000:]
 
 
-def test_the_tests_own_process_has_no_transformer_engine():
+def test_pytest_process_has_no_transformer_engine():
     assert "transformer_engine" not in sys.modules and "transformer_engine_torch" not in sys.modules

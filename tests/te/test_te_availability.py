@@ -46,11 +46,11 @@ def assert_refused(reason: str) -> None:
     assert "transformer_engine" not in sys.modules, "only looked up"
 
 
-def test_not_installed():
+def test_missing_te_is_reported():
     assert_refused("TransformerEngine is not installed")
 
 
-def test_installed_without_the_compiled_part(installed):
+def test_te_without_compiled_part_is_reported(installed):
     assert_refused("without its compiled part for PyTorch")
 
 
@@ -62,13 +62,13 @@ def test_installed_without_the_compiled_part(installed):
         ("gfx942", "runs on NVIDIA GPUs only (here: MI300)"),
     ],
 )
-def test_machines_without_its_products(gpu, reason, compiled, monkeypatch):
+def test_machines_without_te_products_are_reported(gpu, reason, compiled, monkeypatch):
     if gpu is not None:
         pretend_gpu(monkeypatch, gpu)
     assert_refused(reason)
 
 
-def test_a_failing_import_on_hopper_is_quoted(compiled, monkeypatch):
+def test_failing_import_on_hopper_is_quoted(compiled, monkeypatch):
     pretend_gpu(monkeypatch, (9, 0))
     assert COMPUTE.availability()
     model = nn.Linear(16, 16)

@@ -37,7 +37,7 @@ print("all was seen")
 
 
 @pytest.mark.nightly
-def test_parity_and_golden_tensors_pass_and_see_what_is_wrong(te_site, tmp_path):
+def test_parity_and_golden_tensors_pass_and_detect_faults(te_site, tmp_path):
     folders = [ROOT / "benchmarks" / "te", ROOT / "benchmarks" / "gpu", ROOT]
     environment = os.environ | {"TE_SITE": str(te_site), "OUT": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))

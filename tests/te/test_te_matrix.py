@@ -20,7 +20,7 @@ ON_TWO_RANKS = tuple(engine for engine in matrix.ENGINES if engine not in ("sing
     "nightly", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("engines", [("single",), ON_TWO_RANKS], ids=len)
-def test_each_te_backend_under(engines, nightly, te_site, subtests):
+def test_te_backend_trains_under_engine(engines, nightly, te_site, subtests):
     names = list(matrix.checks(matrix.TE_BACKENDS, engines, nightly))
     outcome = run(str(HERE / "te_matrix_checks.py"), len(engines[:2]), *names, TE_SITE=str(te_site))
     report(subtests, outcome)

@@ -27,7 +27,7 @@ def same(a: BlockCodes, b: BlockCodes) -> bool:
     return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scale_inv, b.scale_inv)
 
 
-def test_values_are_those_of_the_reference_and_every_function_reads_them():
+def test_values_match_reference_in_every_function():
     tensor = made()
     values = reference.dequantize_blocks(tensor.codes, tensor.scale_inv, 128, 128)
     assert torch.equal(tensor.exact(), values) and torch.equal(tensor + 0, values)
@@ -37,7 +37,7 @@ def test_values_are_those_of_the_reference_and_every_function_reads_them():
     assert made(dtype=torch.bfloat16).exact().dtype == torch.bfloat16
 
 
-def test_copies_of_every_kind_have_the_codes_to_the_bit():
+def test_copies_of_every_kind_keep_codes_bitwise():
     parameter = nn.Parameter(made(), requires_grad=False)
     module = nn.Linear(300, 200)
     module.weight = parameter
@@ -48,7 +48,7 @@ def test_copies_of_every_kind_have_the_codes_to_the_bit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_that_were_saved_become_the_same_codes(dtype):
+def test_saved_values_become_the_same_codes(dtype):
     tensor, target = made(dtype=dtype), made(dtype=dtype)
     target.codes.zero_()
     target.copy_(tensor.exact())
@@ -101,7 +101,7 @@ WRITES = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("write", WRITES)
-def test_nothing_else_writes_to_it_through_any_view(view, write):
+def test_writes_through_views_are_refused(view, write):
     tensor = nn.Parameter(made(), requires_grad=False)
     seen = VIEWS[view](tensor)
     with pytest.raises(FP8BackendError, match=r"frozen codes of an FP8 checkpoint in place.*restore\(model\)"):
@@ -110,7 +110,7 @@ def test_nothing_else_writes_to_it_through_any_view(view, write):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_read_as_that_of_the_plain_values_and_its_copies_are_plain(view):
+def test_views_read_plain_values_and_copies_are_plain(view):
     tensor = nn.Parameter(made(), requires_grad=False)
     seen, plain = VIEWS[view](tensor), VIEWS[view](tensor.exact())
     assert torch.equal(seen, plain) and seen.stride() == plain.stride() and seen.tolist() == plain.tolist()
@@ -131,7 +131,7 @@ def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_gradients_pass_views_of_it_also_in_compiled_code():
+def test_gradients_flow_through_views_eager_and_compiled():
     def loss(x, w):
         return (torch.nn.functional.linear(x, w) @ w[:, :5] @ w.t()[:5]).square().sum()
 
@@ -141,7 +141,7 @@ def test_gradients_pass_views_of_it_also_in_compiled_code():
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
-def test_what_reads_memory_past_pytorch_gets_a_read_only_copy_or_words():
+def test_raw_memory_access_gets_read_only_copy_or_error():
     tensor = made()
     for seen in (tensor, tensor[1:3]):
         assert torch.equal(torch.from_numpy(seen.numpy().copy()), seen.values())
@@ -153,7 +153,7 @@ def test_what_reads_memory_past_pytorch_gets_a_read_only_copy_or_words():
     assert same(tensor, made())
 
 
-def test_a_collective_that_would_write_to_it_is_refused(tmp_path):
+def test_writing_collective_is_refused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:
         for seen in (made(), made()[1:3]):

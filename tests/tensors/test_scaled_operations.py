@@ -149,7 +149,7 @@ def call(function, *args, **kwargs):
 
 
 @pytest.mark.slow
-def test_an_operation_in_place_is_stored_or_refused():
+def test_inplace_operation_is_stored_or_refused():
     walk, operations = Walk(), [each for each in op_db if each.inplace_variant and torch.float32 in each.dtypes]
     assert len(operations) > 150
     for operation in operations:
@@ -165,7 +165,7 @@ def test_an_operation_in_place_is_stored_or_refused():
 
 
 @pytest.mark.slow
-def test_a_result_that_is_written_out_is_stored_or_refused():
+def test_out_argument_is_stored_or_refused():
     walk, operations = Walk(), [each for each in op_db if each.supports_out and torch.float32 in each.dtypes]
     assert len(operations) > 250
     for operation in operations:
@@ -186,7 +186,7 @@ def write_out(apply, see, target):
 
 
 @pytest.mark.slow
-def test_a_view_is_written_through_or_refused():
+def test_write_to_view_is_stored_or_refused():
     """Include every operation that returns a view, or an output sharing memory."""
     walk = Walk()
     for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
@@ -221,7 +221,7 @@ FOREACH = [name for name in dir(torch) if name.startswith("_foreach_") and name.
 
 
 @pytest.mark.parametrize("name", FOREACH)
-def test_a_list_of_tensors_is_changed_one_by_one(name):
+def test_foreach_operations_change_each_tensor(name):
     """Mix weights, bf16 ones included, with plain parameters."""
     function = getattr(torch, name)
     torch.default_generator.manual_seed(0)
@@ -242,7 +242,7 @@ def test_a_list_of_tensors_is_changed_one_by_one(name):
 
 
 @pytest.mark.parametrize("name", ["add_", "addcmul_", "lerp_", "addmm_", "cumsum_", "index_add_", "clamp_", "normal_"])
-def test_a_bf16_weight_is_changed_in_fp32(name):
+def test_bf16_weight_changes_in_fp32(name):
     arguments = {
         "add_": lambda one: (one,),
         "addcmul_": lambda one: (one, one),

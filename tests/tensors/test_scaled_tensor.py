@@ -64,7 +64,7 @@ FORMS = {
 @pytest.mark.parametrize("form", ["matrix", "transposed", "three dimensions"])
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
-def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, bad):
+def test_fused_cast_matches_plain_operations_bitwise(dtype, form, rows, bad):
     """Plain operations handle a given amax, such as one synchronized over ranks."""
     x = values(rows, 64).mul_(torch.logspace(-4, 0, 64)).to(dtype)
     if bad is not None:
@@ -81,7 +81,7 @@ def test_the_fused_cast_stores_the_bits_of_plain_operations(dtype, form, rows, b
 
 @pytest.mark.parametrize("rows", [3, 2049])
 @pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.3, -0.7, 0.0, float("inf")])
-def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
+def test_gradient_is_rounded_once_at_any_scale(factor, rows):
     """Include microbatches, a loss scale and a clip."""
     total = quantize(values(rows, 64), E4M3)
     total.accumulates = True
@@ -97,7 +97,7 @@ def test_a_gradient_is_rounded_once_whatever_its_scale(factor, rows):
 @pytest.mark.parametrize("block_size", [0, 32])
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
-def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
+def test_quantize_rounds_by_at_most_half_a_step(storage, block_size, seed, exponent, n):
     x = values(n, seed=seed) * 2.0**exponent
     t = quantize(x, storage, block_size=block_size)
     scale = 1 / t.scale_inv.double()
@@ -114,7 +114,7 @@ def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, blo
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
-def test_a_pair_has_twelve_bits_and_its_code_is_the_nearest(seed, exponent, n):
+def test_pair_has_12_bits_and_nearest_code(seed, exponent, n):
     x = values(n, seed=seed) * torch.logspace(0, -9, n) * 2.0**exponent
     t = quantize_pair(x)
     error = (t.exact().double() - x.double()).abs()
@@ -125,7 +125,7 @@ def test_a_pair_has_twelve_bits_and_its_code_is_the_nearest(seed, exponent, n):
     assert torch.equal((t.codes.float() - scaled).abs(), (nearest - scaled).abs())
 
 
-def test_a_large_pair_is_made_and_read_in_parts_as_the_reference_does_it():
+def test_large_pair_in_parts_matches_reference():
     x = values(PART + 77) * torch.logspace(0, -7, PART + 77)
     t = quantize_pair(x)
     rounded = reference.nearest_round(x / t.scale_inv, formats.E4M11)
@@ -137,7 +137,7 @@ def test_a_large_pair_is_made_and_read_in_parts_as_the_reference_does_it():
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
-def test_a_root_has_five_bits_and_no_positive_value_becomes_zero(seed, exponent, n):
+def test_root_has_5_bits_and_keeps_values_positive(seed, exponent, n):
     x = (values(n, seed=seed) * 2.0**exponent).square() * torch.linspace(0, 1, n)
     t = quantize(x, ROOT8, block_size=32)
     root, stored = x.double().sqrt(), t.dequantize().double().sqrt()
@@ -167,7 +167,7 @@ def test_zeros_and_tiny_values_keep_a_finite_scale(storage):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logical_dtype_is_the_parameters_and_fp32_for_fp16(dtype):
+def test_logical_dtype_is_parameter_dtype_or_fp32_for_fp16(dtype):
     assert quantize(values(4, 4).to(dtype), FP16).dtype == dtype
     assert quantize(values(4, 4).half(), FP16).dtype == torch.float32
 
@@ -192,7 +192,7 @@ def test_powers_of_two_are_exact(storage, factor):
 
 @given(factor=st.floats(1e-3, 1e3))
 @settings(max_examples=50)
-def test_other_factors_round_the_scale_once(factor):
+def test_other_factors_round_only_the_scale(factor):
     t = quantize(values(8, 8), E4M3)
     t.accumulates = True  # a gradient
     scale_inv, f = t.scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
@@ -242,7 +242,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("form", FORMS)
-def test_any_operation_reads_the_values(operation, form):
+def test_every_operation_reads_values(operation, form):
     t = FORMS[form](values(8, 8))
     found, wanted = operation(t), operation(t.exact())
     found = found.exact() if isinstance(found, ScaledTensor) else found
@@ -269,7 +269,7 @@ def weights(level: str, x: torch.Tensor) -> nn.Parameter:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_stock_optimizer_trains_a_weight_as_it_does_in_fp32(optimizer, foreach, level):
+def test_stock_optimizer_trains_weight_like_fp32(optimizer, foreach, level):
     weight = weights(level, values(8, 8))
     plain = nn.Parameter(weight.exact())
     options = {"lr": 1e-5, "weight_decay": 0.1, "foreach": foreach}
@@ -283,7 +283,7 @@ def test_a_stock_optimizer_trains_a_weight_as_it_does_in_fp32(optimizer, foreach
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_inference_mode_reads_what_no_grad_reads(level):
+def test_inference_mode_matches_no_grad(level):
     weight = weights(level, values(8, 16))
     for read in (
         lambda: weight.to(torch.bfloat16),
@@ -297,7 +297,7 @@ def test_inference_mode_reads_what_no_grad_reads(level):
             assert torch.equal(read() + 0, wanted)
 
 
-def test_what_is_not_all_here_refuses_to_change():
+def test_partial_or_sharded_weight_refuses_writes():
     t = quantize(values(8, 8), FP16)
     before = t.dequantize()
     t.partial = True
@@ -324,7 +324,7 @@ def test_what_is_not_all_here_refuses_to_change():
     "use", [lambda t: t.add_(0.1), lambda t: t.copy_(torch.full((8, 8), 0.1)), lambda t: t[:].fill_(0.1)]
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_memory_asked_of_a_weight_is_that_of_a_plain_tensor(use, level):
+def test_new_memory_of_a_weight_is_plain(use, level):
     """FSDP2 allocates shards this way; their first copy sets the scale of the whole."""
     t = weights(level, values(8, 8))
     before = t.exact()
@@ -334,7 +334,7 @@ def test_memory_asked_of_a_weight_is_that_of_a_plain_tensor(use, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_values_leave_as_those_of_a_tensor_do(level):
+def test_values_leave_like_plain_tensor_values(level):
     weight = weights(level, values(4, 4))
     exact = weight.exact()
     assert weight.tolist() == exact.tolist() and weight[1, 2].item() == exact[1, 2].item()
@@ -351,7 +351,7 @@ def test_values_leave_as_those_of_a_tensor_do(level):
     assert type(clone) is torch.Tensor and torch.equal(clone, exact)
 
 
-def test_a_parameter_made_anew_is_one():
+def test_parameter_can_be_recreated():
     """Accelerate moves parameters by `type(parameter)(values, requires_grad=...)`."""
     weight = weights("O2", values(8, 8))
     assert ScaledTensor(weight.to("cpu", copy=True), requires_grad=False).codes.dtype == FP16
@@ -359,7 +359,7 @@ def test_a_parameter_made_anew_is_one():
     assert type(plain) is nn.Parameter and plain.requires_grad
 
 
-def test_a_residual_is_a_part_of_its_weight():
+def test_residual_belongs_to_its_weight():
     """A view has its part of the residual; copied, moved or renamed weights have all of it."""
     t = weights("O4", values(8, 8)).detach()
     exact = t.exact()
@@ -379,7 +379,7 @@ def test_a_residual_is_a_part_of_its_weight():
     assert torch.equal(moved[1].exact(), t[:, 1].exact())
 
 
-def test_a_weight_takes_exact_values_of_any_other_form():
+def test_weight_copies_exact_values_of_any_form():
     """Copy between models at other levels, as `load_state_dict` does."""
     x = values(16, 16, spread=0.02)
     for source in LEVELS:
@@ -390,7 +390,7 @@ def test_a_weight_takes_exact_values_of_any_other_form():
 
 
 @pytest.mark.parametrize(("level", "storage"), [("O3", FP16), ("O4", torch.int8)])
-def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(level, storage):
+def test_rank_without_master_has_codes_of_owner(level, storage):
     owner, other = weights(level, values(8, 8)).detach(), weights(level, values(8, 8)).detach()
     owner.shared_out = other.shared_out = True
     other.rest, other.elsewhere = None, Elsewhere(0, storage)
@@ -409,7 +409,7 @@ def test_a_rank_without_the_exact_values_has_the_codes_of_the_one_that_has_them(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_shards_have_their_part_and_what_is_gathered_has_data_alone(level):
+def test_shards_have_residual_parts_and_gathered_weights_only_data(level):
     """Repeat FSDP2's steps: copy rows into new memory, and send one byte an element."""
     whole = weights(level, values(7, 4)).detach()
     shards = []
@@ -451,7 +451,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("damage", FILES.values(), ids=FILES)
-def test_a_file_with_parts_that_do_not_go_together_is_refused(damage):
+def test_file_with_inconsistent_parts_is_refused(damage):
     rebuild, state = quantize_pair(values(4, 4)).__reduce_ex__(4)
     parts = dict(zip(("data", "storage", "scale_inv", "context", "requires_grad"), state[:5], strict=True))
     assert torch.equal(rebuild(*state).exact(), quantize_pair(values(4, 4)).exact())
@@ -519,7 +519,7 @@ def test_clipping_sees_scaled_and_plain_gradients(clip):
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
-def test_loss_scaler_unscales_the_scale_and_finds_what_is_not_finite(bad):
+def test_loss_scaler_unscales_the_scale_and_finds_non_finite_values(bad):
     scaled, plain = nn.Parameter(quantize(values(8, 8), FP16)), nn.Parameter(values(8))
     gradient = values(8, 8, seed=1) * 65536
     if bad is not None:
@@ -563,7 +563,7 @@ def ways() -> dict:
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("parameter", [False, True])
-def test_a_copy_is_stored_equally(way, form, parameter):
+def test_copy_keeps_storage_format(way, form, parameter):
     t = FORMS[form](values(8, 8).bfloat16())
     t = nn.Parameter(t, requires_grad=True) if parameter else t
     made = ways()[way](t)
@@ -590,7 +590,7 @@ def test_a_module_moves_and_changes_dtype_with_its_weight_scaled(level):
     assert [(part.dtype, part.device.type) for part in parts] == [(dtype, "cpu") for dtype in stored]
 
 
-def test_asked_for_a_dtype_a_state_becomes_plain():
+def test_cast_to_dtype_makes_state_plain():
     """Stock `Optimizer.load_state_dict` casts states like this: a low-precision state loads into plain training by
     value."""
     state = quantize(values(8, 8), E4M3)
@@ -626,7 +626,7 @@ def test_compiles_without_graph_breaks(backend, level):
     assert weight.rest is None or torch.equal(weight.exact(), weights(level, values(8, 8)).exact())
 
 
-def test_repr_tells_the_truth():
+def test_repr_shows_format_and_scale():
     assert "stored as E4M3" in repr(quantize(values(4, 4), E4M3)) and "4 scales" in repr(
         quantize(values(8, 8), E4M3, block_size=16)
     )

@@ -20,7 +20,7 @@ FORMATS = [E4M3, E5M2, FP16]
 
 @pytest.mark.parametrize("scale", [1.0, math.nan, 0.0])
 @pytest.mark.parametrize("value", [1.0, 0.0, math.nan, math.inf, -math.inf])
-def test_values_or_a_scale_that_are_not_finite_are_told(value, scale):
+def test_non_finite_values_or_scales_are_reported(value, scale):
     values = torch.ones(4, 8)
     values[2, 3] = value
     (found,) = read([statistics_of(Cast(values, E4M3, tensor_amax(values), torch.tensor(scale)))])
@@ -94,7 +94,7 @@ def values(seed, rows, columns, spread, dtype=torch.float32):
     fmt=st.sampled_from(FORMATS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_counts_are_those_of_numpy(seed, shape, spread, exponent, fmt, dtype):
+def test_counts_match_numpy(seed, shape, spread, exponent, fmt, dtype):
     """Include fitting, clipping and flushing scales, and powers of two with exact ties."""
     x = values(seed, *shape, spread, dtype)
     amax = tensor_amax(x)
@@ -114,7 +114,7 @@ def test_each_block_has_its_own_scale(blocks):
     assert (counted.lowest_scale, counted.highest_scale) == (held.min(), held.max())
 
 
-def test_a_bell_curve_has_the_known_error_of_its_format():
+def test_normal_values_have_known_error_of_the_format():
     """Three mantissa bits give 31 to 32 dB, two give 25 to 26, and ten give 73 to 75."""
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     amax = tensor_amax(x)
@@ -124,7 +124,7 @@ def test_a_bell_curve_has_the_known_error_of_its_format():
 
 
 @pytest.mark.parametrize("blocks, columns", [(None, 512), (VECTORS, 512), (SQUARES, 300)])
-def test_a_large_tensor_is_sampled_and_its_amax_is_not(blocks, columns):
+def test_large_tensor_is_sampled_except_its_amax(blocks, columns):
     x = torch.randn(1100, columns, generator=torch.Generator().manual_seed(0))
     x[1, 1] = 100.0
     cast = Cast(x, E5M2, tensor_amax(x), torch.tensor(2.0)) if blocks is None else in_blocks(x, E5M2, blocks)
@@ -135,14 +135,14 @@ def test_a_large_tensor_is_sampled_and_its_amax_is_not(blocks, columns):
     assert whole.counted == found.counted  # the same rows each time
 
 
-def test_sampled_rows_do_not_keep_step_with_a_batch():
+def test_sampled_rows_do_not_align_with_sequences():
     """One in 64 of 4096 tokens is the first of its sequence; a plain stride of 64 rows would see no others."""
     position = torch.arange(4096).remainder(64).float().unsqueeze(1).expand(-1, 1024)
     chosen = statistics._sampled(position, 1)[:, 0]
     assert len(chosen) == 64 and (chosen == 0).sum() <= 2 and len(chosen.unique()) > 32
 
 
-def test_statistics_of_two_batches_are_those_of_both_together():
+def test_statistics_of_two_batches_combine():
     x, y = values(3, 4, 8, 4), values(4, 6, 8, 4)
     both, scale = torch.cat([x, y]), torch.tensor(3.0)
     parts = [statistics_of(Cast(each, E4M3, tensor_amax(each), scale)) for each in (x, y, both)]
@@ -152,7 +152,7 @@ def test_statistics_of_two_batches_are_those_of_both_together():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_has_no_error_in_decibels(bad):
+def test_non_finite_values_have_no_error_in_decibels(bad):
     x = values(5, 4, 8, 1)
     x[2, 3] = bad
     amax = tensor_amax(x)
@@ -160,7 +160,7 @@ def test_what_is_not_finite_has_no_error_in_decibels(bad):
     assert not math.isfinite(found.amax) and found.sqnr_db is None
 
 
-def test_stored_codes_tell_zeros_and_what_lies_at_the_largest_number():
+def test_stored_codes_count_zeros_and_largest_values():
     codes = torch.tensor([[0.0, 448.0, -448.0, 1.0], [0.0, 0.0, 2.0**-9, 3.0]]).to(E4M3.dtype)
     (found,) = read([statistics.statistics_of_codes(codes, torch.tensor(0.5), torch.tensor(224.0), E4M3)])
     assert (found.flushed_share, found.saturated_share) == (3 / 8, 2 / 8)
@@ -169,7 +169,7 @@ def test_stored_codes_tell_zeros_and_what_lies_at_the_largest_number():
     assert exponents == {8: 2, 1: 1, 0: 1, -9: 1}
 
 
-def test_of_stored_roots_the_numbers_are_those_of_the_roots():
+def test_statistics_of_stored_roots_describe_roots():
     roots = torch.tensor([0.0, 0.0, 3.0, 0.25, 1.5, 1.0, 0.5, 0.75]) * 2.0**-12
     stored = quantize(roots.square(), ROOT8.dtype, block_size=4)
     counted = statistics.statistics_of_codes(stored.codes, stored.scale_inv, roots.max(), ROOT8)

@@ -63,7 +63,7 @@ def test_each_recipe_of_fp8_config(recipe):
         ({"fp8": "true", "bf16": False}, "fp8"),
     ],
 )
-def test_precision(values, precision):
+def test_precision_keys_are_mapped(values, precision):
     config = meant(**values)
     assert config.mixed_precision == precision
     assert (config.recipe is None) == (precision != "fp8")
@@ -71,7 +71,7 @@ def test_precision(values, precision):
     assert ("fp8_config" in config.for_accelerate()) == (precision == "fp8")
 
 
-def test_fp16_beside_fp8_is_the_precision_around_it():
+def test_fp16_with_fp8_sets_surrounding_precision():
     assert meant(fp8=True, fp16=True).recipe.autocast_dtype == "fp16"
     assert meant(fp8=True, fp16=True, bf16=True).recipe.autocast_dtype == "bf16"
     assert "engine_decides" in findings(meant(fp8=True, fp16=True, **FSDP2))
@@ -91,7 +91,7 @@ def test_fp16_beside_fp8_is_the_precision_around_it():
         ({"deepspeed": "false", "fsdp": "false"}, "ddp"),
     ],
 )
-def test_engine(values, parallel):
+def test_engine_keys_are_mapped(values, parallel):
     assert meant(**values).parallel == parallel
 
 
@@ -106,7 +106,7 @@ def test_efficient_loading_is_off_by_default():
     assert config.accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
 
 
-def test_processes(monkeypatch):
+def test_number_of_processes_is_mapped(monkeypatch):
     assert meant(None).processes == 1 and meant(None).parallel == "none"
     assert meant(None, **FSDP2).processes is None
     assert "num_processes" not in meant(None, **FSDP2).for_accelerate()
@@ -190,13 +190,13 @@ def test_fsdp1_keeps_its_sharding_strategy():
         ("quantized_base", {"load_in_4bit": True}, {"load_in_4bit": False}),
     ],
 )
-def test_axolotls_own_rules_and_their_gaps(hopper, rule, fires, near):
+def test_axolotls_rules_and_gaps_are_covered(hopper, rule, fires, near):
     common = {**FP8, **FSDP2}
     assert rule in findings(meant(**{**common, **fires}))
     assert rule not in findings(meant(**{**common, **near}))
 
 
-def test_fp8_all_gather_goes_with_the_tensorwise_recipe_only():
+def test_fp8_all_gather_requires_tensorwise_recipe():
     with pytest.raises(RecipeError, match="a.yaml: enable_fsdp_float8_all_gather.*only by ao:tensorwise"):
         meant(**FP8, **FSDP2, fp8_config={"recipe": "rowwise"}).findings()
 
@@ -207,7 +207,7 @@ def test_ddp_with_compile_is_found(hopper):
     assert "ao_ddp_full_compile" not in findings(meant(1, fp8=True, torch_compile=True))
 
 
-def test_zero_stage_is_read_from_deepspeeds_file(tmp_path):
+def test_zero_stage_is_read_from_deepspeed_file(tmp_path):
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     values = {**BASE, "fp8": True, "deepspeed": "zero3.json"}
     config = read_axolotl(values, str(tmp_path / "a.yaml"), 2)

@@ -24,7 +24,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_checkpoints_is_listed_and_the_newest_whole_one_named(folder, capsys):
+def test_folder_is_listed_and_newest_whole_checkpoint_named(folder, capsys):
     assert main(["checkpoint", str(folder)]) == 0
     printed = capsys.readouterr().out
     names = [line.split()[0] for line in printed.splitlines()[1:5]]

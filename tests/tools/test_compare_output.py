@@ -59,7 +59,7 @@ def test_a_long_run_logs_every_30_seconds(comparison, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == ["bf16 seed 0: step 41 of 80, loss 3.250"]
 
 
-def test_a_terminal_shows_the_current_step_and_the_growing_share_of_the_whole(comparison, monkeypatch, capsys):
+def test_terminal_shows_current_step_and_growing_share(comparison, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     shown = []
     comparison.run(Log(lambda step, done=None: shown.append((step, done))))
@@ -126,7 +126,7 @@ def test_user_text_is_escaped(results):
     assert "<b>bold" not in page and "&lt;b&gt;bold &amp; wild" in page
 
 
-def test_a_loss_that_is_not_finite_leaves_the_page_whole(results):
+def test_non_finite_loss_keeps_page_well_formed(results):
     broken = {**results, "backends": {**results["backends"]}}
     found = broken["backends"]["native:dynamic"]
     runs = [{**run, "losses": [None] * len(run["losses"]), "held_out_loss": None} for run in found["runs"]]

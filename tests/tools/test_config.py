@@ -105,7 +105,7 @@ def test_fp8_alone_means_auto(asked, capsys):
     assert "auto, which is native:dynamic on this machine (no FP8 products" in capsys.readouterr().err
 
 
-def test_the_wizards_all_gather_is_left_out_without_fsdp2(asked):
+def test_wizards_all_gather_is_omitted_without_fsdp2(asked):
     config = asked(AO)
     assert config.fields == {"backend": "AO"} and "has no effect without FSDP2" in config.notes[0]
     assert "all_gather_without_fsdp2" not in {finding.rule for finding in config.findings()}
@@ -261,7 +261,7 @@ def test_every_field_passes_through_the_stock_launcher(tmp_path):
         assert resolve(environment_fields(exported(path))) == recipe == resolve(read(str(path)).fields), spec
 
 
-def test_deepspeeds_own_file_goes_without_mixed_precision(tmp_path):
+def test_config_keeps_deepspeed_file_without_mixed_precision(tmp_path):
     (tmp_path / "zero.json").write_text('{\n\t"zero_optimization": {"stage": 3}\n}')  # a tab is no YAML
     source = tmp_path / "a.yaml"
     source.write_text(f"base_model: x\nfp8: true\ndeepspeed: {tmp_path / 'zero.json'}\n")
@@ -374,6 +374,6 @@ def test_a_configuration_in_json(tmp_path, capsys):
     assert main(["config", str(tmp_path / "b.json")]) == 2 and "is no JSON" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(capsys):
+def test_missing_file_is_named(capsys):
     assert main(["config", "/nowhere.yaml"]) == 2
     assert "/nowhere.yaml: No such file" in capsys.readouterr().err

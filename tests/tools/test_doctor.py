@@ -134,7 +134,7 @@ self_test.main(sys.argv[1:])
 
 
 @pytest.mark.nightly
-def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
+def test_crash_exit_and_hang_end_only_their_test(monkeypatch):
     run = self_test.subprocess.Popen
 
     def planted(command, **options):
@@ -151,7 +151,7 @@ def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "msamp:O3", "ao:tensorwise"])
-def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monkeypatch, capsys):
+def test_plain_step_is_fp32_on_cpu_without_bf16(backend, monkeypatch, capsys):
     monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: False)
     found = self_test.test(backend)
     assert found.proven and found.precision == "fp32", found.reason
@@ -258,7 +258,7 @@ def nvidia_smi(monkeypatch, folder, script) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_different_gpus_are_listed_and_the_least_decides(monkeypatch, tmp_path, capsys):
+def test_different_gpus_are_listed_and_weakest_decides(monkeypatch, tmp_path, capsys):
     gpus(monkeypatch, ("H100", (9, 0)), ("H100", (9, 0)), ("A100", (8, 0)))
     nvidia_smi(monkeypatch, tmp_path, "echo 580.65")
     monkeypatch.setattr(registry, "available_backends", dict)
@@ -287,6 +287,6 @@ def test_rules_refused_by_the_chip_are_not_tested(monkeypatch):
 @pytest.mark.parametrize(
     ("script", "driver"), [("echo 580.65; echo 580.65", "580.65"), ("echo no devices; exit 9", None)]
 )
-def test_the_driver_is_asked_for_its_version(monkeypatch, tmp_path, script, driver):
+def test_driver_version_is_queried(monkeypatch, tmp_path, script, driver):
     nvidia_smi(monkeypatch, tmp_path, script)
     assert doctor.diagnosis(tests=False)["hardware"]["driver"] == driver

@@ -63,7 +63,7 @@ def test_json_holds_the_same_in_bytes(config, capsys):
 
 
 @pytest.mark.nightly
-def test_an_encoder_decoder_has_all_parameters_and_the_length_of_a_transcript(tmp_path, capsys):
+def test_encoder_decoder_has_all_parameters_and_transcript_length(tmp_path, capsys):
     layers = {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()}
     config = WhisperConfig(**layers, d_model=64)
     config.save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_invalid_arguments_exit_with_2_and_one_message(config, capsys, arguments
 
 
 @pytest.mark.nightly
-def test_a_model_of_images_has_no_sequence(tmp_path, capsys):
+def test_image_model_has_no_sequence(tmp_path, capsys):
     ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], embedding_size=8).save_pretrained(tmp_path)
     code, printed = printed_by(capsys, str(tmp_path), "--sequence", "128")
     assert code == 2 and "reads images" in printed.err and not printed.out
@@ -138,7 +138,7 @@ def test_advice_names_the_choice_of_auto():
     assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []
 
 
-def test_devices_by_name_by_size_and_this_machine(monkeypatch):
+def test_devices_resolve_by_name_size_and_this_machine(monkeypatch):
     assert device_named("H200").memory == 141 * 2**30 and device_named("RTX 4090").chip == "rtx4090"
     assert device_named("A100-40").memory == device_named("40 GB").memory == 40 * 2**30
     ram = device_named("cpu")

@@ -228,7 +228,7 @@ def test_checkpointing_saves_activations_and_bf16_halves_weights():
 
 
 @pytest.mark.nightly
-def test_largest_model_and_batch_fit_and_one_more_does_not():
+def test_largest_model_and_batch_are_maximal():
     shape = ModelShape("", llama(layers=6))
     memory = 12e6
     workload = Workload(model=shape, batch=1, sequence=64, memory=memory)
@@ -319,7 +319,7 @@ def test_every_recorded_model_is_within_the_bounds():
 
 
 @pytest.mark.nightly
-def test_te_is_traced_as_native_with_a_second_copy_of_the_codes():
+def test_te_is_traced_as_native_with_second_copy_of_codes():
     te, native = estimate(Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"])
     converted = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert te.static == native.static and te.copies - native.copies == pytest.approx(converted, rel=0.001)
@@ -380,7 +380,7 @@ def test_a_model_without_a_known_loss_is_refused(tmp_path):
         model_shapes.from_transformers(tmp_path)
 
 
-def test_a_refused_backend_has_a_reason_beside_the_others():
+def test_refused_backend_shows_its_reason_among_others():
     shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=40, n_layer=2, n_head=2, use_cache=False))
     fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["ao:tensorwise", "bf16"])
     assert "no layer of this model can run in FP8" in fp8.refused and bf16.peak > 0
@@ -388,7 +388,7 @@ def test_a_refused_backend_has_a_reason_beside_the_others():
         estimate(Workload(model=shape, sequence=64), ["ao:tensorwise"])
 
 
-def test_rejection_sampling_ends_and_a_loop_on_a_value_is_refused(monkeypatch):
+def test_rejection_sampling_ends_and_value_dependent_loop_is_refused(monkeypatch):
     def truncated(model):
         torch.nn.init.trunc_normal_(model.lm_head.weight, std=0.02, a=-0.04, b=0.04)
         return model
@@ -409,7 +409,7 @@ def test_rejection_sampling_ends_and_a_loop_on_a_value_is_refused(monkeypatch):
     assert estimate(Workload(model=shape, sequence=64), ["bf16"])[0].peak > 0
 
 
-def test_a_step_that_fails_is_one_message(monkeypatch):
+def test_failing_step_is_one_message(monkeypatch):
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda self, labels=None, **_: 1 / 0)
     with pytest.raises(FP8BackendError, match="a training step of this model fails: ZeroDivisionError"):
         estimate(Workload(model=SHAPES["Llama"], sequence=64), ["bf16"])

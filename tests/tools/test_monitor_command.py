@@ -50,7 +50,7 @@ def troubled(tmp_path):
     return written(tmp_path, *steps)
 
 
-def test_the_table_has_the_worst_first_and_names_it(troubled, capsys):
+def test_table_lists_worst_first_and_names_it(troubled, capsys):
     assert main(["monitor", str(troubled)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "native:delayed: 2 samples, steps 100 to 200"
@@ -67,7 +67,7 @@ def test_a_healthy_run_is_good(tmp_path):
     assert findings(samples).mood == "good" and not findings(samples).details
 
 
-def test_values_that_are_not_finite_come_first(tmp_path, capsys):
+def test_non_finite_values_come_first(tmp_path, capsys):
     file = written(tmp_path, record(10, weight=entry(10.0), grad_output=entry(None, amax=None, scale=[None, 4.0])))
     assert findings(read_samples(file)).mood == "bad"
     assert main(["monitor", str(file), "--worst", "1"]) == 0
@@ -164,7 +164,7 @@ def test_names_of_layers_are_escaped(tmp_path):
     assert "<b>&" not in html and "&lt;b&gt;&amp;" in html
 
 
-def test_usual_errors_are_those_of_a_bell_curve():
+def test_typical_errors_match_normal_distribution():
     assert [round(usual_db(name), 1) for name in ("e4m3", "e5m2", "fp16")] == [31.6, 25.5, 73.7]
 
 

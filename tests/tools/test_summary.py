@@ -36,7 +36,7 @@ def test_verdict_compares_the_whole_interval(mean, half_width, verdict):
     assert Gap(mean, half_width, 5).verdict(0.01) == verdict
 
 
-def test_a_loss_that_is_not_finite_is_never_within():
+def test_non_finite_loss_is_never_within():
     assert paired_gap({0: math.nan, 1: 1.0}, {0: 1.0, 1: 1.0}).verdict() == "not within"
 
 
@@ -50,7 +50,7 @@ def test_intervals_cover_the_true_gap_in_95_of_100_cases():
     assert covered / draws == pytest.approx(0.95, abs=0.012)
 
 
-def test_quantiles_fall_towards_the_normal_one():
+def test_quantiles_approach_the_normal_quantile():
     values = [t_quantile(degrees) for degrees in range(1, 200)]
     assert values == sorted(values, reverse=True)
     assert t_quantile(10**6) == pytest.approx(1.95996, abs=1e-4)
@@ -123,7 +123,7 @@ def test_all_checks_passed_is_good(results):
     assert (found.mood, found.headline, found.details) == ("good", "All 8 checks passed.", [])
 
 
-def test_an_unresolved_check_is_named_with_the_seeds_to_resolve_it(results):
+def test_unresolved_check_is_named_with_required_seeds(results):
     set_gaps(results, 0.001)
     found = verdict(results)
     assert (found.mood, found.headline) == ("open", "All 7 checks that could be judged passed; 1 is not resolved.")
@@ -157,7 +157,7 @@ def test_gradients_lost_in_rounding_are_not_resolved(results):
     assert check.passed is None and "model.layers.*.self_attn.q_proj.weight (×2)" in check.detail
 
 
-def test_a_gradient_that_is_not_finite_fails(results):
+def test_non_finite_gradient_fails(results):
     inspection = results["backends"]["native:dynamic"]["inspection"]
     inspection["first_gradient_cosines"]["lm_head.weight"] = None
     assert outcome(results, GRADIENTS).passed is False

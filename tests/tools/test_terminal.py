@@ -9,7 +9,7 @@ from fp8_backends.tools.terminal import Progress, paragraphs, table
 
 
 @pytest.fixture(autouse=True)
-def no_width_is_said(monkeypatch):
+def no_width_is_set(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -47,7 +47,7 @@ def test_a_column_wider_than_the_width_is_whole():
     assert "x" * 150 in table([["a", "b"], ["y", "x" * 150]])
 
 
-def test_paragraphs_are_laid_out_beside_their_labels():
+def test_paragraphs_align_with_their_labels():
     text = "see [rule_name] and :smile: at http://host/path: " + "word " * 40
     lines = paragraphs([("warning", text), ("", "fix: it")]).splitlines()
     assert lines[0].startswith("warning   see [rule_name] and :smile: at http://host/path: word")

@@ -34,7 +34,7 @@ def comparison(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_backend_passes_every_check_but_the_gap(comparison):
+def test_every_backend_passes_every_check_except_gap(comparison):
     for backend in BACKENDS:
         passed = checks_by_name(comparison, backend)
         assert {name for name in passed if passed[name]} >= {MOVED, PRODUCTS, GRADIENTS, FINITE, SAME_START}
@@ -62,7 +62,7 @@ def test_training_lowers_the_loss_in_every_backend(tmp_path):
 
 
 @pytest.mark.slow
-def test_peak_memory_falls_where_inputs_are_saved_in_fp8(tmp_path):
+def test_peak_memory_falls_with_inputs_saved_in_fp8(tmp_path):
     # 16 x 64 tokens: activations outweigh the tiny model's weights
     comparison = compared(tmp_path, "native:dynamic", seeds=1, steps=1, batch=16, sequence=64)
     peaks = {b: found["inspection"]["peak_memory_bytes"] for b, found in comparison.results["backends"].items()}
@@ -97,7 +97,7 @@ def test_a_flipped_weight_gradient_fails(tmp_path, backend):
     assert [name for name, cosine in cosines.items() if cosine < 0] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
-def test_fp16_scales_its_loss_on_a_cpu_too(tmp_path):
+def test_fp16_scales_its_loss_on_a_cpu(tmp_path):
     settings = tiny_settings(tmp_path)
     run = training_run.Run(settings, load_text(settings.text), "fp16", seed=0)
     scale = run.accelerator.scaler.get_scale()
@@ -250,13 +250,13 @@ def test_a_rank_of_four_sends_its_share_of_each_collective(collective, share):
     assert bytes_of([gloo(collective, 100, "unsigned char")], 4) == 100 * share
 
 
-def test_the_names_of_nccl_are_known():
+def test_nccl_collective_names_are_recognized():
     events = [recorded("allreduce", 100, "BFloat16"), recorded("_allgather_base", 100, "Byte")]
     events += [recorded("all_to_all", 100, "Byte"), recorded("_reduce_scatter_base", 100, "Half")]
     assert bytes_of(events, 2) == 200 + 100 + 50 + 100
 
 
-def test_barriers_count_nothing_and_an_unknown_collective_is_none():
+def test_barriers_send_nothing_and_unknown_collectives_give_none():
     other = [{"name": "aten::mm", "args": {}}, {"ph": "M"}, gloo("barrier", 1)]
     assert bytes_of(other, 2) == 0
     assert bytes_of([*other, gloo("all_reduce", 100), gloo("recv", 100)], 2) is None

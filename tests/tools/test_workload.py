@@ -111,7 +111,7 @@ def settings(tmp_path):
 
 @pytest.mark.parametrize("reference", ["bf16", nightly("fp32")])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_theoretically_zero_gradient_is_named_and_not_judged(tmp_path, name, reference):
+def test_analytically_zero_gradient_is_named_and_not_judged(tmp_path, name, reference):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "reference": reference, "steps": 2, "seeds": 1}
@@ -124,7 +124,7 @@ def test_a_theoretically_zero_gradient_is_named_and_not_judged(tmp_path, name, r
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_flipped_gradient_fails_beside_an_unjudged_one(tmp_path, name):
+def test_flipped_gradient_fails_despite_an_unjudged_one(tmp_path, name):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "steps": 1, "seeds": 1}
@@ -176,7 +176,7 @@ def test_too_few_positions_are_an_error_before_anything_starts(settings):
         task(settings(BertConfig(**BERT), sequence=65))
 
 
-def test_masks_hide_equally_many_tokens_and_depend_on_the_seed():
+def test_masks_hide_equal_token_counts_and_depend_on_seed():
     tokens = torch.randint(256, (4, 40))
     values = inputs(tokens, MASKED, 256, seed=3)
     hidden = values["input_ids"] == 256

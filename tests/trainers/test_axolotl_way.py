@@ -60,7 +60,7 @@ def test_every_weight_trains_in_fp8_over_bf16(recipe, replaces, compiled_anew, m
     assert len(products) == LAYERS and all(min(c["fprop"], c["dgrad"], c["wgrad"]) > 0 for c in products.values())
 
 
-def test_a_field_of_the_config_that_nothing_reads_changes_nothing(compiled_anew, monkeypatch, tmp_path):
+def test_unread_config_field_changes_nothing(compiled_anew, monkeypatch, tmp_path):
     """Axolotl sets `force_recompute_fp8_weight_in_bwd`, unread by recent torchao."""
     losses = []
     for value in (False, True):
@@ -71,7 +71,7 @@ def test_a_field_of_the_config_that_nothing_reads_changes_nothing(compiled_anew,
     assert losses[0] == losses[1]
 
 
-def test_gathering_in_fp8_without_fsdp2_is_refused(compiled_anew, monkeypatch, tmp_path):
+def test_fp8_all_gather_without_fsdp2_is_refused(compiled_anew, monkeypatch, tmp_path):
     """Stock Accelerate replaces the weights then, and no optimizer knows the new ones."""
     monkeypatch.setattr(Asks, "config", Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     trainer = trainer_for(tmp_path, trainer_class=Asks, bf16=True)

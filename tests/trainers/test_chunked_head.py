@@ -18,7 +18,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_are_those_of_the_ordinary_head(name, launched, tmp_path, monkeypatch):
+def test_losses_match_ordinary_head(name, launched, tmp_path, monkeypatch):
     options, is_fused = OPTIONS[name]
     read = []
     values = DeferredLogits.values

@@ -40,7 +40,7 @@ def with_kernels() -> torch.nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "ao", "msamp:O2"])
-def test_layers_count_and_the_heads_flops_do_not(backend, launched, tmp_path):
+def test_layers_count_flops_and_fused_head_does_not(backend, launched, tmp_path):
     launched(backend)
     model = with_kernels()
     trainer = trainer_for(tmp_path, model, bf16=True)
@@ -55,7 +55,7 @@ def test_layers_count_and_the_heads_flops_do_not(backend, launched, tmp_path):
     assert audit.flops_share == pytest.approx(layers / sum(product.flops for product in products))
 
 
-def test_a_head_that_is_named_and_passed_by_is_said_and_not_counted(launched, caplog, tmp_path):
+def test_bypassed_head_is_reported_and_not_counted(launched, caplog, tmp_path):
     launched("native", include="*_proj,lm_head")
     model = with_kernels()
     with caplog.at_level(logging.WARNING, logger="fp8_backends"):
@@ -68,7 +68,7 @@ def test_a_head_that_is_named_and_passed_by_is_said_and_not_counted(launched, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["msamp:O2", "msamp:O3"])
-def test_a_head_in_scaled_precision_is_read_as_plain_values(backend, launched, tmp_path):
+def test_scaled_head_weight_is_read_as_plain_values(backend, launched, tmp_path):
     """Level weights are ScaledTensors: products outside their layer get the values."""
     launched(backend, include="*_proj,lm_head")
     model = with_kernels()

@@ -46,7 +46,7 @@ def fit(spec, steps: int, model: Net | None = None, resume=None, **options) -> t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O4"])
-def test_it_trains_in_fp8_as_prepare_does_and_resumes_to_the_bit(spec, tmp_path):
+def test_lightning_trains_like_prepare_and_resumes_bitwise(spec, tmp_path):
     model, trainer = fit(spec, 3)
     assert all(min(c["fprop"], c["wgrad"]) > 0 for c in fp8_backends.audit(model).products.values())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -64,7 +64,7 @@ def test_it_trains_in_fp8_as_prepare_does_and_resumes_to_the_bit(spec, tmp_path)
     assert own.losses == whole.losses
 
 
-def test_gradients_are_clipped_and_a_batch_may_be_left_out():
+def test_gradients_are_clipped_and_batches_may_be_skipped():
     clipped, _ = fit("msamp:O2", 1, gradient_clip_val=1e-4)
     norms = [p.grad.norm() for p in clipped.parameters()]
     assert torch.stack(norms).norm() <= 1.001e-4
@@ -84,7 +84,7 @@ def test_evaluation_runs_before_training_and_after_it():
     assert len(set(model.losses)) == 3  # no, one training loss, and the changes of one step
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_unsupported_settings_are_refused_by_name():
     with pytest.raises(RecipeError, match="autocast_dtype='fp16'"):
         FP8Precision({"backend": "native:dynamic", "autocast_dtype": "fp16"})
     released = fp8_backends.MSAMPRecipeKwargs(opt_level="O2", gradient_release=True)

@@ -30,7 +30,7 @@ BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BYTES)
-def test_the_base_stays_and_the_adapters_train(backend, launched, tmp_path):
+def test_base_stays_frozen_and_adapters_train(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
     launched(name, **({"params": "true"} if params else {}))
     model = with_lora(modules_to_save=["lm_head"])
@@ -60,7 +60,7 @@ def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
+def test_named_adapters_are_converted(launched, tmp_path):
     """Use rank 16; adapters of rank 8 are padded, with a notice."""
     launched("native", include="*q_proj*")
     for rank, note in ((16, None), (8, "padded")):
@@ -74,7 +74,7 @@ def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
         assert reasons == ({None} if note is None else {"sizes padded to multiples of 16"})
 
 
-def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
+def test_trainable_adapter_is_not_stored_in_fp8(launched, tmp_path):
     launched("native", params="true", include="*q_proj*")
     with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*use level O3.*adapters, in exclude"):
         trained(tmp_path)
@@ -82,7 +82,7 @@ def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed fp8_params", "msamp:O3"])
-def test_adapters_resume_bit_for_bit(backend, launched, tmp_path):
+def test_adapters_resume_bitwise(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
     launched(name, **({"params": "true"} if params else {}))
     unbroken = trained(tmp_path / "a")

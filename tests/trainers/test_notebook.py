@@ -45,25 +45,25 @@ def launch(report, *handlers, processes=1, **arguments) -> list[str]:
     return [path.read_text() for path in sorted(report.iterdir())]
 
 
-def test_one_process(tmp_path):
+def test_one_process_trains(tmp_path):
     assert launch(tmp_path) == ["native:dynamic 1 2 True"]
 
 
-def test_the_backend_of_the_environment(monkeypatch, tmp_path):
+def test_environment_selects_backend(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
     assert launch(tmp_path) == ["native:delayed 1 2 True"]
 
 
-def test_a_handler_in_the_function(tmp_path):
+def test_handler_in_launched_function_applies(tmp_path):
     assert launch(tmp_path, fp8_backends.NativeRecipeKwargs(scaling="rowwise")) == ["native:rowwise 1 2 True"]
 
 
-def test_two_processes(monkeypatch, tmp_path):
+def test_two_processes_train(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
     assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
 
 
-def test_two_processes_that_would_train_alone_are_refused(monkeypatch, tmp_path):
+def test_two_unconnected_processes_are_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     with pytest.raises(ChildFailedError):
         launch(tmp_path, processes=2)
@@ -72,11 +72,11 @@ def test_two_processes_that_would_train_alone_are_refused(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_another_precision_is_no_fp8(precision, tmp_path):
+def test_other_precision_runs_without_fp8(precision, tmp_path):
     assert launch(tmp_path, mixed_precision=precision) == ["none 1 0 True"]
 
 
-def test_what_the_function_says_wins_with_one_warning(caplog, tmp_path):
+def test_launched_function_overrides_with_one_warning(caplog, tmp_path):
     def says_bf16():
         training_function(tmp_path, mixed_precision="bf16")
 
@@ -85,7 +85,7 @@ def test_what_the_function_says_wins_with_one_warning(caplog, tmp_path):
     assert sum('launched with notebook_launcher(mixed_precision="fp8")' in line for line in caplog.messages) == 1
 
 
-def test_a_trainer_in_a_notebook(tmp_path):
+def test_trainer_trains_in_a_notebook(tmp_path):
     made = []
     notebook_launcher(lambda: made.append(trainer_for(tmp_path, bf16=True)), num_processes=1, mixed_precision="fp8")
     assert made[0].accelerator.fp8_recipe.name == "native:dynamic"

@@ -23,7 +23,7 @@ def activations_of(model) -> list[torch.dtype]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"bf16": False}, {"fp16": True}], ids=str)
-def test_a_trainer_trains_in_fp8_over_the_precision_that_its_flags_name(launched, flags, tmp_path):
+def test_trainer_trains_in_fp8_over_flagged_precision(launched, flags, tmp_path):
     trainer = trainer_for(tmp_path, max_steps=3, **flags)
     assert trainer.accelerator.fp8_recipe.name == "native:dynamic" and trainer.accelerator.mixed_precision == "fp8"
     seen = activations_of(trainer.model)
@@ -36,7 +36,7 @@ def test_a_trainer_trains_in_fp8_over_the_precision_that_its_flags_name(launched
     assert losses_of(trainer)[-1] < losses_of(trainer)[0]
 
 
-def test_a_precision_that_the_recipe_denies_is_refused(launched, tmp_path):
+def test_precision_contradicting_recipe_is_refused(launched, tmp_path):
     launched(autocast_dtype="fp32")
     with pytest.raises(RecipeError, match=r"autocast_dtype='fp32' and bf16=True in TrainingArguments.*TRL"):
         trainer_for(tmp_path, bf16=True)
@@ -47,7 +47,7 @@ def test_a_precision_that_the_recipe_denies_is_refused(launched, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["DeepSpeed", "FSDP"])
-def test_fp16_is_refused_under_engines_that_have_bf16_around_fp8(engine, launched, monkeypatch):
+def test_fp16_is_refused_under_bf16_engines(engine, launched, monkeypatch):
     from fp8_backends.accelerate_plugin.callers import around_fp8
 
     monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "true")
@@ -79,27 +79,27 @@ class WithHandler(Trainer):
         }
 
 
-def test_subclasses_of_trainer_build_accelerators_their_own_way(launched, monkeypatch, tmp_path):
+def test_trainer_subclasses_may_build_accelerators(launched, monkeypatch, tmp_path):
     assert trainer_for(tmp_path, trainer_class=OwnWay, bf16=True).accelerator.fp8_recipe.name == "native:dynamic"
     assert type(trainer_for(tmp_path, trainer_class=OwnWay).accelerator).__name__ == "FP8Accelerator"
 
 
 @pytest.mark.parametrize("written", ["no", "bf16"])
-def test_a_program_that_writes_the_variable_of_the_launch_does_not_turn_fp8_off(written, monkeypatch, tmp_path):
+def test_overwriting_launch_variable_keeps_fp8_on(written, monkeypatch, tmp_path):
     """Axolotl writes `bf16` or "no" into it, from its own configuration."""
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:rowwise"}')
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", written)
     assert trainer_for(tmp_path).accelerator.fp8_recipe.name == "native:rowwise"
 
 
-def test_a_handler_that_a_subclass_passes_is_honoured_beside_bf16(tmp_path):
+def test_handler_of_trainer_subclass_applies_with_bf16(tmp_path):
     trainer = trainer_for(tmp_path, trainer_class=WithHandler, bf16=True)
     assert trainer.accelerator.fp8_recipe.name == "native:rowwise"
     assert trainer.accelerator.ddp_handler is not None
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
-def test_an_accelerator_that_a_script_builds_says_what_it_wants(precision, launched, caplog):
+def test_accelerator_built_by_script_decides_precision(precision, launched, caplog):
     with caplog.at_level(logging.WARNING, logger="fp8_backends"):
         accelerator = Accelerator(mixed_precision=precision)
     assert accelerator.mixed_precision == precision and not hasattr(accelerator, "fp8_recipe")
@@ -110,14 +110,14 @@ def test_an_accelerator_that_a_script_builds_says_what_it_wants(precision, launc
     assert type(model) is torch.nn.Linear
 
 
-def test_without_an_fp8_launch_nothing_changes(caplog, tmp_path):
+def test_run_without_fp8_launch_is_unchanged(caplog, tmp_path):
     trainer = trainer_for(tmp_path, bf16=True)
     assert type(trainer.accelerator) is Accelerator and trainer.accelerator.mixed_precision == "bf16"
     assert not [record for record in caplog.records if record.name == "fp8_backends"]
 
 
 @pytest.mark.parametrize("flags", [{"bf16": True}, {}], ids=str)
-def test_fp8_that_code_turns_on_after_the_arguments_were_made(flags, launched, monkeypatch, tmp_path):
+def test_fp8_may_be_enabled_after_training_arguments(flags, launched, monkeypatch, tmp_path):
     """Set the variables between TrainingArguments and Trainer, like LLaMA-Factory."""
     with monkeypatch.context() as before:
         before.delenv("ACCELERATE_MIXED_PRECISION")
@@ -129,7 +129,7 @@ def test_fp8_that_code_turns_on_after_the_arguments_were_made(flags, launched, m
     assert trainer.accelerator.fp8_recipe.autocast_dtype == "bf16"
 
 
-def test_several_trainers_and_accelerators_share_one_process(launched, tmp_path):
+def test_several_trainers_and_accelerators_share_a_process(launched, tmp_path):
     """The first Accelerator fixes the precision of the process; a Trainer's bf16 does not contradict it."""
     first = Accelerator()
     assert first.mixed_precision == "fp8"

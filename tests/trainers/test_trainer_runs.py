@@ -26,7 +26,7 @@ import fp8_backends
 from fp8_backends.compute.products import exact_engine
 
 
-def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
+def test_run_reports_fp8_once(launched, capsys, tmp_path):
     """Use transformers' logging setup; a second run of the same Trainer adds nothing."""
     trainer = trainer_for(tmp_path, bf16=True, max_steps=2)
     trainer.train()
@@ -39,7 +39,7 @@ def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
     ]
 
 
-def test_only_the_main_process_says_it(launched, monkeypatch, capsys, tmp_path):
+def test_only_main_process_reports(launched, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("fp8_backends.announcement.is_main_process", lambda: False)
     trainer_for(tmp_path, max_steps=1).train()
     assert "weight FLOPs" not in capsys.readouterr().err
@@ -119,7 +119,7 @@ def plain_state(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "msamp:O3"])
-def test_what_is_pushed_is_a_plain_model(backend, launched, monkeypatch, tmp_path):
+def test_pushed_model_is_plain(backend, launched, monkeypatch, tmp_path):
     """A push uploads the files of `save_model` and of checkpoints, while training runs."""
     launched(backend)
     hub = Hub()
@@ -140,7 +140,7 @@ def test_what_is_pushed_is_a_plain_model(backend, launched, monkeypatch, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched, tmp_path):
+def test_gradient_checkpointing_only_repeats_products(reentrant, launched, tmp_path):
     launched("native:delayed")
     plain = trainer_for(tmp_path, bf16=True, max_steps=3)
     plain.train()
@@ -155,7 +155,7 @@ def test_gradient_checkpointing_repeats_products_and_no_more(reentrant, launched
 
 
 @pytest.mark.nightly
-def test_training_compiled_is_the_same_to_the_bit(launched, tmp_path):
+def test_compiled_training_matches_eager_bitwise(launched, tmp_path):
     """Use the compiler without code generation, which runs its trace."""
     trainers = [
         trainer_for(tmp_path, llama(num_hidden_layers=1), bf16=True, max_steps=2, **options)
@@ -196,7 +196,7 @@ def test_generation_between_steps_changes_nothing(launched, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(launched, tmp_path):
+def test_trainer_saves_fp8_activations_unless_checkpointed(launched, tmp_path):
     launched(saved_activations="fp8")
     tensors = []
     for checkpointing in (False, True):
@@ -207,7 +207,7 @@ def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(l
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O4"])
-def test_a_trainer_resumes_bit_for_bit_from_the_newest_whole_checkpoint(backend, launched, tmp_path):
+def test_trainer_resumes_bitwise_from_newest_whole_checkpoint(backend, launched, tmp_path):
     launched(backend)
     unbroken = trainer_for(tmp_path / "a")
     unbroken.train()

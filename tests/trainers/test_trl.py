@@ -63,7 +63,7 @@ def products_of(model) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
-def test_sft_trains_in_fp8_over_the_bf16_that_trl_sets(backend, launched, capsys, tmp_path):
+def test_sft_trains_in_fp8_over_trl_bf16(backend, launched, capsys, tmp_path):
     launched(backend)
     model = llama()
     trainer = sft(tmp_path, model)
@@ -79,7 +79,7 @@ def test_sft_trains_in_fp8_over_the_bf16_that_trl_sets(backend, launched, capsys
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 @pytest.mark.parametrize("training", [True, False])
-def test_dpo_holds_on_to_its_reference(backend, training, launched, capsys, tmp_path):
+def test_dpo_keeps_its_reference_model(backend, training, launched, capsys, tmp_path):
     """The reference is converted, is not trained, needs no proof, and its scales do not move."""
     launched(backend)
     model, reference = llama(), llama().train(training)
@@ -96,7 +96,7 @@ def test_dpo_holds_on_to_its_reference(backend, training, launched, capsys, tmp_
     assert capsys.readouterr().err.count("weight FLOPs in FP8") == 1
 
 
-def test_dpo_with_both_models_in_fp8_starts_from_equal_ones(launched, tmp_path):
+def test_dpo_with_two_fp8_models_starts_at_log_2(launched, tmp_path):
     """`use_autocast_during_eval`: policy and reference run the same products, so the first loss is log 2."""
     launched("native", use_autocast_during_eval="true")
     trainer = dpo(tmp_path, llama(), llama().eval(), max_steps=1)
@@ -105,7 +105,7 @@ def test_dpo_with_both_models_in_fp8_starts_from_equal_ones(launched, tmp_path):
 
 
 @pytest.mark.slow
-def test_dpo_with_lora_has_the_frozen_base_as_its_reference(launched, tmp_path):
+def test_dpo_with_lora_uses_frozen_base_as_reference(launched, tmp_path):
     launched("native", params="true")
     trainer = dpo(tmp_path, llama(), peft_config=LoraConfig(**LORA), learning_rate=2e-2)
     before = values_of(trainer.model)

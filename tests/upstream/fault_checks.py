@@ -107,7 +107,7 @@ def fault_02_a_model_of_torchao_saves():
 
 
 @check
-def fault_21_a_precision_that_falls_back_converts_nothing():
+def fault_21_fallen_back_precision_converts_nothing():
     """Gaudi1 stands for GPUs without FP8: the state takes the same branch, and a CPU can continue from there."""
     with mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True):
         accelerator, model = fp8(AORecipeKwargs()), mlp()
@@ -117,14 +117,14 @@ def fault_21_a_precision_that_falls_back_converts_nothing():
 
 
 @check
-def fault_21_a_precision_of_the_environment_that_falls_back():
+def fault_21_environment_precision_falls_back():
     variables = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
     with environment(**variables), mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True):
         Accelerator().prepare(mlp())
 
 
 @check
-def fault_22_the_backend_means_nothing_without_fp8():
+def fault_22_backend_has_no_effect_without_fp8():
     with environment(ACCELERATE_FP8_BACKEND="AO"):
         Accelerator(mixed_precision="bf16").prepare(mlp())
 
@@ -137,7 +137,7 @@ def fault_25_the_filter_filters():
 
 
 @check
-def fault_25_a_model_without_a_converted_layer_is_noticed():
+def fault_25_model_without_converted_layer_is_reported():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fp8(AORecipeKwargs()).prepare(mlp(2))
@@ -159,13 +159,13 @@ def launched(*arguments: str, **config) -> dict[str, str]:
 
 
 @check
-def fault_03_the_launcher_s_backend_is_a_backend():
+def fault_03_launcher_backend_is_accepted():
     with environment(**launched("--fp8_backend", "ao")):
         assert fp8().fp8_backend == "AO"
 
 
 @check
-def fault_04_answers_of_the_questions_are_read():
+def fault_04_wizard_answers_are_read():
     written = {"amax_history_length": 16, "amax_compute_algorithm": "max", "optimization_level": "O1"}
     variables = launched(**written)
     names = ("AMAX_HISTORY_LEN", "AMAX_COMPUTE_ALGO", "OPT_LEVEL")
@@ -183,7 +183,7 @@ def fault_05_flags_in_round_brackets():
 
 
 @check
-def fault_04_questions_ask_for_what_is_read():
+def fault_04_wizard_asks_only_for_read_fields():
     chosen = {"compute environment": 0, "type of machine": 0, "mixed precision": 3, "FP8 backend": 1}
 
     def options(text, choices=(), convert=None, default=0):
@@ -298,7 +298,7 @@ def fault_10_flags_modes_and_hooks_survive():
 
 
 @check
-def fault_10_a_root_is_converted():
+def fault_10_root_is_converted():
     accelerator, layer = fp8(TERecipeKwargs()), nn.Linear(32, 32)
     prepared, _ = accelerator.prepare(layer, sgd(layer))
     assert not isinstance(prepared, nn.Linear), "still nn.Linear"
@@ -330,7 +330,7 @@ def fault_12_unwrapping_converts_back():
 
 
 @check
-def fault_13_a_model_alone_and_several():
+def fault_13_one_and_several_models():
     accelerator, first, second = fp8(TERecipeKwargs()), mlp(), mlp()
     accelerator.prepare(mlp())
     first, second, _, _ = accelerator.prepare(first, second, sgd(first, second), DummyOptim([]))
@@ -349,7 +349,7 @@ def fault_14_optimizers_with_states_and_other_parameters():
 
 
 @check
-def fault_15_values_that_were_given_are_used():
+def fault_15_given_values_are_used():
     forwards, recipe = forwards_of_te(), TERecipeKwargs(amax_compute_algo="most_recent", margin=0)
     accelerator, model = fp8(recipe), mlp()
     model, _ = accelerator.prepare(model, sgd(model))
@@ -358,7 +358,7 @@ def fault_15_values_that_were_given_are_used():
 
 
 @check
-def fault_15_mxfp8_has_the_format_that_was_given():
+def fault_15_mxfp8_uses_the_given_format():
     forwards, recipe = forwards_of_te(), TERecipeKwargs(use_mxfp8_block_scaling=True, fp8_format="HYBRID")
     accelerator, model = fp8(recipe), mlp()
     model, _ = accelerator.prepare(model, sgd(model))
@@ -367,7 +367,7 @@ def fault_15_mxfp8_has_the_format_that_was_given():
 
 
 @check
-def fault_15_the_launcher_gives_what_it_was_given():
+def fault_15_launcher_passes_given_values():
     variables = launched("--fp8_amax_compute_algo", "most_recent")
     given = {name.removeprefix("ACCELERATE_FP8_") for name in variables}
     assert "AMAX_COMPUTE_ALGO" in given and not given & {"FORMAT", "MARGIN", "AMAX_HISTORY_LEN"}, sorted(given)
@@ -377,7 +377,7 @@ def fault_15_the_launcher_gives_what_it_was_given():
 
 
 @check
-def fault_16_fields_that_are_gone_are_named():
+def fault_16_removed_fields_are_named():
     accelerator, model = fp8(TERecipeKwargs(interval=3)), mlp()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -387,7 +387,7 @@ def fault_16_fields_that_are_gone_are_named():
 
 
 @check
-def fault_16_e5m2_is_no_choice():
+def fault_16_e5m2_is_refused():
     try:
         TERecipeKwargs(fp8_format="E5M2")
     except ValueError as error:
@@ -418,7 +418,7 @@ def fault_24_decorators_of_the_user_survive():
 
 
 @check
-def fault_24_a_copy_of_te_runs_its_own_weights():
+def fault_24_te_copy_runs_its_own_weights():
     accelerator, model, x = fp8(TERecipeKwargs()), mlp(), torch.randn(16, 32)
     model, _ = accelerator.prepare(model, sgd(model))
     twin = copy.deepcopy(model)
@@ -452,7 +452,7 @@ def fault_18_level_o3_is_a_level():
 
 
 @check
-def fault_19_the_scaler_is_made_from_its_own_handler():
+def fault_19_scaler_uses_its_own_handler():
     with mock.patch("accelerate.accelerator.get_grad_scaler", lambda **kwargs: kwargs):
         handlers = InitProcessGroupKwargs(timeout=timedelta(9)), GradScalerKwargs(growth_interval=5)
         scaler = fp8(MSAMPRecipeKwargs(), *handlers).scaler
@@ -475,7 +475,7 @@ def fault_20_gradients_are_unscaled():
 
 
 @check
-def fault_28_parameters_that_no_plan_names_are_replicated():
+def fault_28_unplanned_parameters_are_replicated():
     """Use one rank: nothing is divided, and every parameter is on the mesh."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -23,38 +23,38 @@ INSTALLED = Path(accelerate.__file__).parent
 SHOWN = {
     "fault_01_weights_of_torchao_train": "these do not move: [2]",
     "fault_02_a_model_of_torchao_saves": "invalid python storage",
-    "fault_03_the_launcher_s_backend_is_a_backend": "'ao' is not a valid FP8BackendType",
-    "fault_04_answers_of_the_questions_are_read": "an older file: ['1024', 'most_recent', 'O2']",
-    "fault_04_questions_ask_for_what_is_read": "nothing reads ['amax_history_length', 'amax_compute_algorithm']",
+    "fault_03_launcher_backend_is_accepted": "'ao' is not a valid FP8BackendType",
+    "fault_04_wizard_answers_are_read": "an older file: ['1024', 'most_recent', 'O2']",
+    "fault_04_wizard_asks_only_for_read_fields": "nothing reads ['amax_history_length', 'amax_compute_algorithm']",
     "fault_05_flags_in_round_brackets": "invalid truth value (",
     "fault_06_fsdp2_enters_the_autocast": "recipes of the forwards: [None, None, None]",
     "fault_07_deepspeed_has_the_recipe": "the recipe is None",
     "fault_08_layers_after_an_odd_one_convert": "['torch', 'torch']",
     "fault_09_ties_survive": "the tie is broken",
-    "fault_10_a_root_is_converted": "still nn.Linear",
+    "fault_10_root_is_converted": "still nn.Linear",
     "fault_10_flags_modes_and_hooks_survive": "the frozen layer trains",
     "fault_11_norms_without_a_counterpart_stay": "'NoneType' object has no attribute 'dtype'",
     "fault_12_unwrapping_converts_back": "['transformer_engine', 'transformer_engine', 'transformer_engine']",
-    "fault_13_a_model_alone_and_several": "You must pass a model and an optimizer together",
+    "fault_13_one_and_several_models": "You must pass a model and an optimizer together",
     "fault_14_optimizers_with_states_and_other_parameters": "KeyError: Parameter containing",
-    "fault_15_mxfp8_has_the_format_that_was_given": "fp8_format=<Format.E4M3",
-    "fault_15_the_launcher_gives_what_it_was_given": "'FORMAT', 'INTERVAL', 'MARGIN'",
-    "fault_15_values_that_were_given_are_used": "amax_compute_algo='max'",
-    "fault_16_e5m2_is_no_choice": "E5M2 was accepted",
-    "fault_16_fields_that_are_gone_are_named": "nothing was said",
+    "fault_15_mxfp8_uses_the_given_format": "fp8_format=<Format.E4M3",
+    "fault_15_launcher_passes_given_values": "'FORMAT', 'INTERVAL', 'MARGIN'",
+    "fault_15_given_values_are_used": "amax_compute_algo='max'",
+    "fault_16_e5m2_is_refused": "E5M2 was accepted",
+    "fault_16_removed_fields_are_named": "nothing was said",
     "fault_17_a_recipe_of_msamp_needs_no_te": "TransformerEngine is not available",
     "fault_18_level_o3_is_a_level": "`opt_level` must be one of O1 or O2",
-    "fault_19_the_scaler_is_made_from_its_own_handler": "the scaler has {'timeout'",
+    "fault_19_scaler_uses_its_own_handler": "the scaler has {'timeout'",
     "fault_20_gradients_are_unscaled": "a gradient norm of",
-    "fault_21_a_precision_of_the_environment_that_falls_back": "'NoneType' object has no attribute 'config'",
-    "fault_21_a_precision_that_falls_back_converts_nothing": "converted without FP8",
-    "fault_22_the_backend_means_nothing_without_fp8": "'NoneType' object has no attribute 'config'",
-    "fault_24_a_copy_of_te_runs_its_own_weights": "the copy runs the weights of the original",
+    "fault_21_environment_precision_falls_back": "'NoneType' object has no attribute 'config'",
+    "fault_21_fallen_back_precision_converts_nothing": "converted without FP8",
+    "fault_22_backend_has_no_effect_without_fp8": "'NoneType' object has no attribute 'config'",
+    "fault_24_te_copy_runs_its_own_weights": "the copy runs the weights of the original",
     "fault_24_decorators_of_the_user_survive": "the decorator is gone",
-    "fault_25_a_model_without_a_converted_layer_is_noticed": "nothing was said",
+    "fault_25_model_without_converted_layer_is_reported": "nothing was said",
     "fault_25_the_filter_filters": "['torchao', 'torchao', 'torchao']",
     "fault_27_conversion_needs_no_accelerator": "Please make sure to properly initialize your accelerator",
-    "fault_28_parameters_that_no_plan_names_are_replicated": "cannot import name 'ReplicateParallel'",
+    "fault_28_unplanned_parameters_are_replicated": "cannot import name 'ReplicateParallel'",
 }
 """Each check, and its error in the release."""
 
@@ -68,14 +68,14 @@ def outcomes(tree: Path, folder: Path) -> dict[str, str | None]:
 
 
 @pytest.mark.nightly
-def test_the_release_has_each_fault(tmp_path):
+def test_release_has_each_fault(tmp_path):
     said = outcomes(INSTALLED.parent, tmp_path)
     assert said.keys() == SHOWN.keys()
     assert {check: said[check] for check, shown in SHOWN.items() if shown not in (said[check] or "")} == {}
 
 
 @pytest.mark.nightly
-def test_a_copy_with_the_patches_has_none(tmp_path):
+def test_patched_copy_has_no_fault(tmp_path):
     tree, folder = tmp_path / "tree", tmp_path / "written"
     folder.mkdir()
     shutil.copytree(INSTALLED, tree / "accelerate")
@@ -92,7 +92,7 @@ def rows(page: str) -> dict[str, list[str]]:
     return {number: faults.split(", ") for number, faults in found}
 
 
-def test_the_page_lists_each_patch_and_each_fault():
+def test_page_lists_every_patch_and_fault():
     page = (GUIDES / "upstream.rst").read_text(encoding="utf-8")
     mended = rows(page)
     assert [patch.name[:4] for patch in PATCHES] == list(mended) and len(PATCHES) > 15
@@ -103,7 +103,7 @@ def test_the_page_lists_each_patch_and_each_fault():
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name[:4])
-def test_a_patch_says_the_fault_how_to_see_it_and_the_change(patch):
+def test_patch_describes_fault_reproduction_and_change(patch):
     message = patch.read_text(encoding="utf-8").partition("\ndiff --git")[0]
     subject = re.search(r"^Subject: \[PATCH\] ((?:.+\n)(?: .+\n)*)", message, re.M)[1]
     fault, _, rest = message.partition("\n\n")[2].partition("To see it: ")

@@ -88,7 +88,7 @@ def equal(before, after):
 
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "ao:tensorwise"])
-def test_a_step_at_fault_leaves_weights_states_and_counters_as_they_were(backend):
+def test_skipped_step_leaves_weights_states_and_counters_unchanged(backend):
     training = Training(backend)
     training.steps(2)
     before = training.stored()
@@ -127,7 +127,7 @@ def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_fault_that_stays_stops_the_training(monkeypatch):
+def test_persistent_fault_stops_training(monkeypatch):
     monkeypatch.setattr("fp8_backends.watch.guard.LEFT_OUT_AT_MOST", 3)
     training = Training()
     training.steps(1)
@@ -175,7 +175,7 @@ SPOILED = {
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend, action", [("native:delayed", "skip"), ("msamp:O2", "skip"), ("msamp:O4", "stop")])
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_parameter_that_is_not_finite_is_named_first_and_stops_the_training(action, what, backend, tmp_path):
+def test_non_finite_parameter_is_named_and_stops_training(action, what, backend, tmp_path):
     plant, place = SPOILED[what]
     training = Training(backend, action, folder=tmp_path, model=deep())
     training.steps(2)
@@ -190,7 +190,7 @@ def test_a_parameter_that_is_not_finite_is_named_first_and_stops_the_training(ac
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_bad_batch_leaves_running_statistics_as_they_were():
+def test_bad_batch_leaves_running_statistics_unchanged():
     training = Training(model=deep(nn.BatchNorm1d))
     training.steps(2)
     before = copy.deepcopy(dict(training.model.named_buffers()))
@@ -203,7 +203,7 @@ def test_a_bad_batch_leaves_running_statistics_as_they_were():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_values_that_are_clipped_name_their_layer_and_operand():
+def test_clipped_values_name_layer_and_operand():
     training = Training()
     training.steps(3)
     training.step(1e4 * batch())
@@ -213,7 +213,7 @@ def test_values_that_are_clipped_name_their_layer_and_operand():
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
-def test_guard_and_monitor_number_steps_alike_also_after_a_resume(backend, tmp_path):
+def test_guard_and_monitor_number_steps_alike_after_resume(backend, tmp_path):
     file = tmp_path / "samples"
     training = Training(backend, monitor_every=1, monitor_file=str(file))
     training.steps(2)
@@ -248,7 +248,7 @@ def test_without_accelerate_gradients_and_scales_are_watched():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_an_impossible_history_is_named_and_begins_anew():
+def test_impossible_history_is_named_and_restarts():
     training = Training()
     training.steps(2)
     history = training.model[2].fp8_scaling.view(torch.float32)[GRAD_OUTPUT]
@@ -259,7 +259,7 @@ def test_an_impossible_history_is_named_and_begins_anew():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_history_that_does_not_move_on_is_named():
+def test_stuck_history_is_named():
     training = Training(guard="warn")
     training.steps(2)
     frozen = training.model[0].fp8_scaling[:, ROLLS].clone()
@@ -271,7 +271,7 @@ def test_a_history_that_does_not_move_on_is_named():
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
-def test_ordinary_events_set_nothing_off(backend):
+def test_ordinary_events_trigger_nothing(backend):
     training = Training(backend, "warn")
     training.model[2].weight.requires_grad_(False)
     schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer.optimizer, lambda step: step / 10)
@@ -301,7 +301,7 @@ def test_off_installs_nothing():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_the_loss_of_another_optimizer_is_no_fault():
+def test_loss_of_another_optimizer_is_accepted():
     recipe = fp8_backends.FP8RecipeKwargs(backend="native:dynamic", guard="skip")
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe])
     models = net(), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -319,7 +319,7 @@ def test_the_loss_of_another_optimizer_is_no_fault():
     assert faults(optimizers[1]) == []
 
 
-def test_the_latest_recipe_says_what_is_done():
+def test_latest_recipe_sets_the_guard_action():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     for guard, number in (("skip", 1), ("warn", 2), ("off", 2)):
@@ -334,7 +334,7 @@ def test_the_latest_recipe_says_what_is_done():
     assert len(faults(optimizer)) == number
 
 
-def test_an_optimizer_that_steps_in_backward_is_refused():
+def test_optimizer_stepping_in_backward_is_refused():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.fused_backward = lambda: None  # the mark of LOMO's optimizers, not installed here
@@ -378,12 +378,12 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_usual_losses_are_no_spikes(kind):
+def test_typical_losses_are_no_spikes(kind):
     rng, window = random.Random(0), LossWindow()
     assert not any(window.see(LOSSES[kind](rng, i)) for i in range(3000))
 
 
-def test_a_spike_is_told_from_a_new_level():
+def test_spike_is_distinguished_from_level_shift():
     rng, window = random.Random(0), LossWindow()
     for _ in range(WARM_UP):
         assert window.see(2.5 + rng.gauss(0, 0.05)) is None

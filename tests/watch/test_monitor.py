@@ -68,7 +68,7 @@ def hooks_of(model):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_monitored_training_is_the_same_to_the_bit(backend, tmp_path):
+def test_monitoring_changes_no_bit_of_training(backend, tmp_path):
     watched, alone = (prepared(backend, tmp_path / "watched", every) for every in (2, 0))
     for seed in range(5):
         assert step(*watched, seed, microbatches=2) == step(*alone, seed, microbatches=2)
@@ -96,7 +96,7 @@ def test_each_layer_has_its_input_weight_and_gradient(backend, tmp_path):
     assert record["recipe"] == model.down.__dict__["_fp8_conversion"].recipe.name and record["not_seen"] == []
 
 
-def test_scales_are_those_that_the_step_used(tmp_path):
+def test_recorded_scales_match_the_step(tmp_path):
     """Delayed scaling uses scales of earlier steps, which clip a grown tensor."""
     model, optimizer = prepared("native:delayed", tmp_path / "file", every=4)
     for seed in range(3):
@@ -114,7 +114,7 @@ def test_scales_are_those_that_the_step_used(tmp_path):
     assert found["input"]["saturated"] > 0.01 and found["input"]["sqnr_db"] < 25
 
 
-def test_of_a_weight_it_is_the_codes_that_forward_multiplies_by(tmp_path):
+def test_weight_statistics_describe_codes_of_forward(tmp_path):
     model, optimizer = prepared("msamp:O3", tmp_path / "file", every=2)
     step(model, optimizer)
     ((_, root, of_root),) = prepared_roots(model)
@@ -142,7 +142,7 @@ def test_steps_between_samples_have_no_hooks(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_counts_once(reentrant, tmp_path):
+def test_recomputed_forward_counts_once(reentrant, tmp_path):
     plain, again = tmp_path / "plain", tmp_path / "again"
     for file, kind in ((plain, None), (again, reentrant)):
         model, optimizer = prepared("native:dynamic", file, reentrant=kind)
@@ -151,7 +151,7 @@ def test_what_is_computed_again_counts_once(reentrant, tmp_path):
     assert records(plain)[0]["tensors"] == records(again)[0]["tensors"]
 
 
-def test_forwards_that_do_not_train_and_copies_do_not_count(tmp_path):
+def test_evaluation_forwards_and_copies_do_not_count(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file")
     step(model, optimizer)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_forwards_that_do_not_train_and_copies_do_not_count(tmp_path):
     assert records(tmp_path / "file")[0]["tensors"]["up"]["input"]["elements"] == 32 * 64
 
 
-def test_a_layer_that_nothing_calls_is_named_as_not_seen(tmp_path):
+def test_uncalled_layer_is_reported_as_not_seen(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file")
     step(model, optimizer)
     model.forward = lambda x: model.down(nn.functional.linear(x, model.up.weight))
@@ -173,7 +173,7 @@ def test_a_layer_that_nothing_calls_is_named_as_not_seen(tmp_path):
     assert list(record["tensors"]) == ["down"] and record["not_seen"] == ["up"]
 
 
-def test_the_log_names_what_loses_much_once(tmp_path, caplog):
+def test_log_names_high_error_casts_once(tmp_path, caplog):
     """A scale 2**6 too large clips, and one 2**20 too small flushes."""
     for margin, what in ((-6, "over 1 % clipped:"), (20, "over 5 % flushed to zero:")):
         model, optimizer = prepared("native:delayed", tmp_path / "file", margin=margin)
@@ -186,7 +186,7 @@ def test_the_log_names_what_loses_much_once(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, caplog):
+def test_non_finite_values_give_no_healthy_figure(backend, tmp_path, caplog):
     """Check trackers, file and log of a training with NaN weights, or only a NaN scale."""
     model, optimizer = prepared(backend, tmp_path / "file")
     sampled = []
@@ -208,7 +208,7 @@ def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, 
     assert "step 4: inf or NaN: " in caplog.text and ", first down input" in caplog.text
 
 
-def test_a_missing_folder_is_made_a_cut_line_takes_no_sample_along_and_no_file_stops_a_training(tmp_path, caplog):
+def test_monitor_file_errors_never_stop_training(tmp_path, caplog):
     file = tmp_path / "runs" / "file"
     model, optimizer = prepared("native:dynamic", file)
     for seed in range(3):
@@ -225,7 +225,7 @@ def test_a_missing_folder_is_made_a_cut_line_takes_no_sample_along_and_no_file_s
 
 
 @pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed"])
-def test_a_model_that_is_restored_in_a_sampled_step_is_not_sampled(backend, tmp_path):
+def test_model_restored_within_sampled_step_is_not_sampled(backend, tmp_path):
     model, optimizer = prepared(backend, tmp_path / "file")
     for seed in range(2):
         step(model, optimizer, seed)
@@ -235,7 +235,7 @@ def test_a_model_that_is_restored_in_a_sampled_step_is_not_sampled(backend, tmp_
     assert len(records(tmp_path / "file")) == 1 and not any(hooks_of(model))
 
 
-def test_the_latest_recipe_says_what_is_sampled(tmp_path):
+def test_latest_recipe_sets_the_sampling(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "first")
     fields = {"monitor_file": str(tmp_path / "second"), "monitor_every": 2}
     fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
@@ -264,7 +264,7 @@ def stance():
 
 
 @pytest.mark.slow
-def test_compiled_code_steps_aside_for_a_sampled_step_and_is_not_compiled_again(tmp_path):
+def test_sampled_step_runs_eagerly_without_recompilation(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file", every=3)
     compiled = torch.compile(model, backend="eager")
     torch._dynamo.reset()

@@ -31,7 +31,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
         pytest.param("ahead", {}, "not nightly", marks=pytest.mark.nightly),
     ],
 )
-def test_of(folder, variables, marked, triton_site, subtests, tmp_path):
+def test_triton_process_passes(folder, variables, marked, triton_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     path = os.pathsep.join([str(triton_site), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables |= {"TRITON_SITE": str(triton_site), "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}

@@ -75,7 +75,7 @@ def results(norm: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [*LAYER_NORMS.values(), *RMS_NORMS.values()], ids=[*LAYER_NORMS, *RMS_NORMS])
-def test_a_norm_becomes_transformer_engines_and_computes_the_same(make):
+def test_norm_becomes_transformer_engines_with_same_values(make):
     """Both sides sum 32 terms in FP32, so results differ by a few units in the last place; 1e-5 of the largest entry is
     84 of them."""
     model = Model(make())
@@ -103,7 +103,7 @@ def test_a_norm_becomes_transformer_engines_and_computes_the_same(make):
 
 
 @pytest.mark.parametrize("make, reason", LEFT.values(), ids=LEFT)
-def test_what_transformer_engine_would_compute_otherwise_stays(make, reason):
+def test_norms_with_other_semantics_stay(make, reason):
     model = Model(make())
     original = type(model.norm)
     prepare(model, None, "te")
@@ -113,7 +113,7 @@ def test_what_transformer_engine_would_compute_otherwise_stays(make, reason):
     assert f"0 of 1 norm swapped; norm: {norm.reason}" in str(prepared.report)
 
 
-def test_a_forward_replaced_on_the_instance_stays():
+def test_norm_with_replaced_forward_stays():
     model = Model(nn.LayerNorm(N))
     model.norm.forward = lambda x: x
     prepare(model, None, "te")
@@ -136,7 +136,7 @@ def test_shared_frozen_and_hooked_norms_survive():
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
-def test_copies_are_swapped_norms_of_their_own(twin):
+def test_copies_are_independent_swapped_norms(twin):
     model = Model(LlamaRMSNorm(N))
     prepare(model, None, "te")
     other = twin(model)
@@ -146,7 +146,7 @@ def test_copies_are_swapped_norms_of_their_own(twin):
     assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, te.RMSNorm)
 
 
-def test_exclude_names_norms_and_only_te_exchanges_them():
+def test_exclude_applies_to_norms_and_only_te_swaps_them():
     model = Model(nn.LayerNorm(N))
     prepare(model, None, {"backend": "te", "exclude": ["norm"]})
     assert norms_of(model)[0].reason == "left out by exclude='norm'" and type(model.norm) is nn.LayerNorm
@@ -156,7 +156,7 @@ def test_exclude_names_norms_and_only_te_exchanges_them():
         assert type(model.norm) is nn.LayerNorm and norms_of(model) == []
 
 
-def test_preparing_again_changes_nothing_and_takes_up_new_norms():
+def test_preparing_again_swaps_only_new_norms():
     model = Model(nn.LayerNorm(N))
     prepare(model, None, "te")
     kind = type(model.norm)
@@ -168,7 +168,7 @@ def test_preparing_again_changes_nothing_and_takes_up_new_norms():
     assert type(model.norm) is nn.LayerNorm and type(model.second) is nn.RMSNorm
 
 
-def test_dtypes_are_transformer_engines():
+def test_dtypes_match_transformer_engine():
     """The result has the autocast dtype; without autocast the weight's. An empty batch is no error."""
     model = Model(nn.LayerNorm(N))
     prepare(model, None, "te")
@@ -178,7 +178,7 @@ def test_dtypes_are_transformer_engines():
     assert model.norm(values()[:0]).shape == (0, N)
 
 
-def test_the_result_may_be_changed_in_place():
+def test_output_may_be_changed_in_place():
     model = Model(nn.LayerNorm(N))
     prepare(model, None, "te")
     y = model.norm(values())
@@ -188,7 +188,7 @@ def test_the_result_may_be_changed_in_place():
 
 
 @pytest.mark.parametrize("in_eval", [False, True])
-def test_evaluation_is_as_before_unless_the_recipe_says_otherwise(in_eval):
+def test_evaluation_is_unchanged_unless_configured(in_eval):
     model = Model(LlamaRMSNorm(N)).eval()
     with torch.autocast("cpu", torch.bfloat16):
         expected = model.norm(values())
@@ -198,7 +198,7 @@ def test_evaluation_is_as_before_unless_the_recipe_says_otherwise(in_eval):
     assert in_eval or torch.equal(found, expected)
 
 
-def test_a_norm_on_meta_is_swapped_and_filled_later():
+def test_meta_norm_is_swapped_and_materialized_later():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(N, N), LlamaRMSNorm(N))
     prepare(model, None, "te")

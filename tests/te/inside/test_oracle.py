@@ -163,7 +163,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("algorithm, length_and_margin", RULES)
-def test_many_steps_equal_the_fused_update_to_the_bit(algorithm, length_and_margin):
+def test_many_steps_match_fused_update_bitwise(algorithm, length_and_margin):
     te, native = sides(algorithm, *length_and_margin)
     for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, any_tensors, seed=1):
         assert torch.equal(bits(our_scale), bits(scale)), f"scale at {where}: {our_scale}, not {scale}"
@@ -172,7 +172,7 @@ def test_many_steps_equal_the_fused_update_to_the_bit(algorithm, length_and_marg
 
 @given(st.sampled_from(["max", "most_recent"]), st.integers(1, 48), st.integers(-8, 8), st.integers(0, 2**16))
 @settings(max_examples=12, deadline=None)
-def test_any_rule_equals_the_fused_update_to_the_bit(algorithm, length, margin, seed):
+def test_every_rule_matches_fused_update_bitwise(algorithm, length, margin, seed):
     te, native = sides(algorithm, length, margin, "E4M3")
     for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, any_tensors, seed, steps=40):
         assert torch.equal(bits(our_scale), bits(scale)), f"scale at {where}: {our_scale}, not {scale}"
@@ -180,7 +180,7 @@ def test_any_rule_equals_the_fused_update_to_the_bit(algorithm, length, margin, 
 
 
 @pytest.mark.parametrize("algorithm, length_and_margin", RULES)
-def test_many_steps_of_powers_of_two_equal_the_unfused_update_to_the_bit(algorithm, length_and_margin, monkeypatch):
+def test_power_of_two_steps_match_unfused_update_bitwise(algorithm, length_and_margin, monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     te, native = sides(algorithm, *length_and_margin, fp8_format="E4M3")
     for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, power_of_two_tensors, seed=2):
@@ -189,7 +189,7 @@ def test_many_steps_of_powers_of_two_equal_the_unfused_update_to_the_bit(algorit
 
 
 @pytest.mark.parametrize("algorithm, length_and_margin", [("max", (31, 1)), ("most_recent", (2, 3))])
-def test_many_steps_equal_the_unfused_update_but_for_its_second_rounding(algorithm, length_and_margin, monkeypatch):
+def test_many_steps_match_unfused_update_up_to_one_rounding(algorithm, length_and_margin, monkeypatch):
     """Histories to the bit; scales within 2**-23, two halves of a unit in the last place."""
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     te, native = sides(algorithm, *length_and_margin)
@@ -199,7 +199,7 @@ def test_many_steps_equal_the_unfused_update_but_for_its_second_rounding(algorit
         assert torch.equal(bits(our_history), bits(history)), f"history at {where}"
 
 
-def test_a_step_that_recorded_nothing_counts_in_the_unfused_update_only(monkeypatch):
+def test_only_unfused_update_counts_empty_steps(monkeypatch):
     """Justify the tests above without zeros: after 4, 0, 0 with a history of 2 the unfused update has forgotten the
     4."""
     histories = []

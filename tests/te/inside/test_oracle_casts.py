@@ -31,7 +31,7 @@ def codes(q: scaling.Quantized) -> torch.Tensor:
 @pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
 @given(values=st.lists(FINITE, min_size=1, max_size=16))
 @settings(max_examples=60, deadline=None)
-def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
+def test_current_scaling_matches_both_of_transformer_engine(fmt, values):
     x = torch.tensor([values])
     ours = quantize(x, fmt).along_columns()
     reference = CurrentScalingQuantizerRef(fmt.dtype).quantize(x)
@@ -41,7 +41,7 @@ def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-def test_current_scaling_of_values_that_are_not_finite(special):
+def test_current_scaling_of_non_finite_values(special):
     """Codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, to make it visible."""
     x = torch.tensor([[1.0, special, -3.0, 0.5]])
     ours, kernel = quantize(x, E5M2).along_columns(), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
@@ -65,7 +65,7 @@ def matrices(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(256, 272), (303, 300)], ids=str)
 @pytest.mark.parametrize("dimensions, blocks", [(1, scaling.VECTORS), (2, scaling.SQUARES)])
 @pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
-def test_blocks_equal_transformer_engines(fmt, dimensions, blocks, shape, dtype):
+def test_blocks_match_transformer_engine(fmt, dimensions, blocks, shape, dtype):
     x = matrices(shape, dtype)
     quantizer = Float8BlockQuantizer(TE_DTYPES[fmt], rowwise=True, columnwise=True, block_scaling_dim=dimensions)
     theirs = quantizer(x)
@@ -81,7 +81,7 @@ def test_blocks_equal_transformer_engines(fmt, dimensions, blocks, shape, dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
-def test_mxfp8_equals_transformer_engines(fmt, dtype):
+def test_mxfp8_matches_transformer_engine(fmt, dtype):
     x = matrices((64, 288), dtype)
     with compute_capability(10, 0):
         theirs = MXFP8Quantizer(TE_DTYPES[fmt])(x)

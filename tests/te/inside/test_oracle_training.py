@@ -132,7 +132,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_training_is_transformer_engines_to_the_bit(name, dtype, exact_products):
+def test_training_matches_transformer_engine_bitwise(name, dtype, exact_products):
     recipe, backend, fields = RECIPES[name]
     te, native = TransformerEngineTraining(recipe, dtype), NativeTraining(backend, dtype, **fields)
     for step in range(STEPS):
@@ -148,7 +148,7 @@ def test_a_training_is_transformer_engines_to_the_bit(name, dtype, exact_product
         assert torch.equal(ours, theirs)
 
 
-def test_the_sides_own_sums_differ_by_rounding_only():
+def test_sums_of_both_sides_differ_only_by_rounding():
     """The first layer's first output in FP32. Each side adds `in_features` products of codes in some order in FP32: at
     most in_features roundings of half a unit in the last place, relative to the sum of the products' magnitudes; one
     more for each scale."""

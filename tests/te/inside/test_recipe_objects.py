@@ -50,7 +50,7 @@ def test_every_field_changes_the_recipe_or_is_refused_by_name(cls, field):
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_defaults_are_those_of_the_object(cls):
+def test_defaults_match_the_object(cls):
     recipe = resolve(cls())
     assert recipe.name == CLASSES[cls] and recipe.fp8_format == cls().fp8_format.name
     if cls is te_recipes.DelayedScaling:
@@ -61,7 +61,7 @@ def test_defaults_are_those_of_the_object(cls):
 
 
 @pytest.mark.parametrize("name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
-def test_quantization_that_was_set_on_the_object_is_refused(name):
+def test_custom_quantization_of_recipe_object_is_refused(name):
     spec = te_recipes.Float8CurrentScaling()
     setattr(spec, name, te_recipes.QParams(amax_epsilon=1e-3))
     with pytest.raises(RecipeError, match=name):

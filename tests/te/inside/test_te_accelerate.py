@@ -44,7 +44,7 @@ def step(acc, made, optimizer, batches) -> list[float]:
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic"])
-def test_stock_accelerate_trains_as_without_it_and_proves_it(scaling, capfd):
+def test_stock_accelerate_trains_identically_with_proof(scaling, capfd):
     acc = accelerator(scaling=scaling)
     made = model()
     given = list(made.parameters())
@@ -58,7 +58,7 @@ def test_stock_accelerate_trains_as_without_it_and_proves_it(scaling, capfd):
     assert isinstance(pickle.loads(pickle.dumps(acc.unwrap_model(made))).first, TELinear)
 
 
-def test_save_state_and_load_state_resume_to_the_bit(tmp_path):
+def test_save_state_and_load_state_resume_bitwise(tmp_path):
     acc = accelerator(amax_history_len=4, amax_compute_algo="max")
     made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
     step(acc, made, optimizer, BATCHES[:3])
@@ -72,7 +72,7 @@ def test_save_state_and_load_state_resume_to_the_bit(tmp_path):
     assert step(acc, made, optimizer, BATCHES[3:]) == unbroken
 
 
-def test_what_is_saved_is_plain(tmp_path):
+def test_saved_state_is_plain(tmp_path):
     from safetensors.torch import load_file
 
     acc = accelerator()
@@ -85,7 +85,7 @@ def test_what_is_saved_is_plain(tmp_path):
 
 
 @pytest.mark.parametrize("scaling", ["delayed", nightly("dynamic")])
-def test_a_compiled_model_runs_in_fp8_and_proves_it(scaling, caplog):
+def test_compiled_model_runs_in_fp8_with_proof(scaling, caplog):
     """Graphs exclude TransformerEngine's layers; the code in between is compiled."""
     graphs = []
 
@@ -105,7 +105,7 @@ def test_a_compiled_model_runs_in_fp8_and_proves_it(scaling, caplog):
     assert fp8_backends.audit(wrapped).products["blocks.0.up"]["dgrad"] == 4
 
 
-def test_microbatches_accumulate_as_without_accelerate():
+def test_accumulation_matches_training_without_accelerate():
     acc = accelerator()
     acc.gradient_accumulation_steps = 2
     made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
@@ -124,7 +124,7 @@ def test_microbatches_accumulate_as_without_accelerate():
     assert found == expected
 
 
-def test_an_averaged_copy_follows_and_stays_out_of_training():
+def test_averaged_copy_follows_without_affecting_training():
     acc = accelerator()
     made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
     averaged = copy.deepcopy(acc.unwrap_model(made)).eval().requires_grad_(False)

@@ -35,7 +35,7 @@ def prepared(model: nn.Module, spec: str, **fields):
     "fields", [{}, {"override_linear_precision": (False, False, True)}], ids=["fp8", "plain wgrad"]
 )
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-def test_products_are_those_of_a_linear_to_the_bit(scaling, fields):
+def test_products_match_linear_bitwise(scaling, fields):
     torch.manual_seed(0)
     module = conv(160, 256)
     linear, weight = linear_twin(module), module.weight
@@ -52,7 +52,7 @@ def test_products_are_those_of_a_linear_to_the_bit(scaling, fields):
 
 
 @pytest.mark.parametrize("spec", ["te:delayed", *map(nightly, ("te:blockwise", *LEVELS[:-1])), LEVELS[-1]])
-def test_gpt2_trains_as_with_linear_layers(spec):
+def test_gpt2_trains_like_linear_layers(spec):
     fields = {"rounding": "nearest"} if "msamp" in spec else {}
     model, optimizer = prepared(gpt2(), spec, **fields)
     losses = train(model, optimizer, "gpt2", steps=4)
@@ -64,7 +64,7 @@ def test_gpt2_trains_as_with_linear_layers(spec):
 
 
 @pytest.mark.parametrize(("scaling", "chip"), [("dynamic", (9, 0)), ("dynamic", (10, 0)), ("blockwise", (9, 0))])
-def test_frozen_fp8_weights_below_adapters(scaling, chip):
+def test_frozen_fp8_weights_under_adapters(scaling, chip):
     """Blackwell's per-tensor products need no transposed copy of the codes."""
     losses, names = [], ["c_attn", "c_proj", "c_fc"]
     with compute_capability(*chip):
@@ -96,7 +96,7 @@ def test_copies_train_like_the_original(make):
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-def test_a_weight_that_zero_3_takes_away_is_not_held_for_backward(scaling):
+def test_weight_released_by_zero_3_is_not_saved_for_backward(scaling):
     """Without DeepSpeed: its mark on a Parameter, and its changes of the data after forward and before backward."""
     module, x = conv(32, 48), torch.randn(16, 32, requires_grad=True)
     module.weight.ds_id = 0
@@ -110,7 +110,7 @@ def test_a_weight_that_zero_3_takes_away_is_not_held_for_backward(scaling):
     assert module.weight.grad.shape == (32, 48) and x.grad.any()
 
 
-def test_a_version_that_takes_no_other_weights_is_refused(monkeypatch):
+def test_te_version_without_external_weights_is_refused(monkeypatch):
     monkeypatch.delattr(te.Linear, "_get_weight_tensors")
     with pytest.raises(BackendUnavailableError, match="Conv1D.*takes no weight but its own.*2.9 or newer"):
         prepared(nn.Sequential(conv(32, 32)), "te:delayed")

@@ -82,12 +82,12 @@ def assert_equal_to_linears(family: str, spec: str, dtype: torch.dtype = torch.f
     ],
     ids=["delayed", "dynamic", "blockwise", "plain wgrad"],
 )
-def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, spec, fields):
+def test_experts_match_linear_layers_bitwise(family, spec, fields):
     root = assert_equal_to_linears(family, spec, **fields)
     assert "4 experts, 32 -> " in repr(root) and f"{spec} i:E4M3" in repr(root)
 
 
-def test_bf16_and_mxfp8_are_linears_to_the_bit_too():
+def test_bf16_and_mxfp8_experts_match_linear_layers_bitwise():
     assert_equal_to_linears("gpt_oss", "te:delayed", torch.bfloat16)
     with compute_capability(10, 0):
         assert_equal_to_linears("gpt_oss", "te:mxfp8")
@@ -96,7 +96,7 @@ def test_bf16_and_mxfp8_are_linears_to_the_bit_too():
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("scaling", ["delayed", "blockwise"])
 @pytest.mark.parametrize("family", [nightly("mixtral"), "gpt_oss"])
-def test_stored_weights_are_multiplied_as_linears_multiply_theirs_to_the_bit(family, scaling, level):
+def test_stored_weights_match_linear_layers_bitwise(family, scaling, level):
     """Give Linears a part of the same data with the same scale. Gradients of weights are stored in E4M3."""
     root = make_experts(family)
     twin = nn.Sequential(Twin(root.experts))
@@ -117,7 +117,7 @@ def test_stored_weights_are_multiplied_as_linears_multiply_theirs_to_the_bit(fam
             conversion.prepared_roots(model)[0][2].compute.after_optimizer_step(model)
 
 
-def test_a_model_trains_at_o4_with_five_bytes_an_element_and_saves_plain_weights():
+def test_o4_trains_with_five_bytes_per_element_and_saves_plain():
     plain, model = build("gpt_oss"), build("gpt_oss")
     model, optimizer = prepared(model, "te:delayed+msamp:O4")
     losses = train(model, optimizer, steps=4)
@@ -131,7 +131,7 @@ def test_a_model_trains_at_o4_with_five_bytes_an_element_and_saves_plain_weights
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_models_train_counted_and_proven(family, capsys):
+def test_models_train_with_counts_and_proof(family, capsys):
     plain, model = build(family), build(family)
     parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
     model, optimizer = prepared(model, "te:delayed")
@@ -156,7 +156,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return has.compute.scaling_state(root)
 
 
-def test_recomputation_resuming_and_copies_change_no_loss_and_no_scale():
+def test_recomputation_resume_and_copies_change_no_bit():
     model, optimizer = prepared(build("gpt_oss"), "te:delayed")
     recomputed, its_optimizer = prepared(build("gpt_oss"), "te:delayed")
     recomputed.gradient_checkpointing_enable({"use_reentrant": False})
@@ -182,7 +182,7 @@ def test_recomputation_resuming_and_copies_change_no_loss_and_no_scale():
         assert train(copied, its_optimizer, steps=2) == further
 
 
-def test_evaluation_and_no_tokens_run_as_the_module_was():
+def test_evaluation_and_empty_batch_run_original_module():
     root, plain = make_experts("gpt_oss"), make_experts("gpt_oss")
     prepared(root, "te:delayed")
     for tokens in (0, 8):
@@ -193,7 +193,7 @@ def test_evaluation_and_no_tokens_run_as_the_module_was():
     assert not torch.equal(root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights))
 
 
-def test_a_weight_beside_a_converted_one_stays_in_high_precision():
+def test_unconverted_weight_stays_in_high_precision():
     """The unconverted part is never rounded to FP8, and its gradient is close."""
     root, plain = make_experts("gpt_oss"), make_experts("gpt_oss")
     prepared(root, "te:dynamic", exclude=["experts.gate_up_proj"])
@@ -203,14 +203,14 @@ def test_a_weight_beside_a_converted_one_stays_in_high_precision():
         assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # steps of E4M3 and E5M2
 
 
-def test_what_experts_cannot_have_is_named():
+def test_unsupported_expert_options_are_named():
     frozen = build("mixtral").requires_grad_(False)
     frozen.lm_head.requires_grad_()
     model, _ = prepared(frozen, "te:dynamic", fp8_params=True)
     assert refusals(model) == {"fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"}
 
 
-def test_sizes_that_cannot_be_padded_and_versions_that_take_no_weights(monkeypatch):
+def test_unpaddable_sizes_and_old_te_versions_are_refused(monkeypatch):
     model, _ = prepared(build("qwen3_moe", moe_intermediate_size=24), "te:dynamic")
     why = fp8_backends.audit(model).high_precision["model.layers.0.mlp.experts.down_proj"]
     assert why == "24 -> 32 are not multiples of 16, and TransformerEngine cannot pad them"

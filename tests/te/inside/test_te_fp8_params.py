@@ -28,13 +28,13 @@ def weights(made) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
-def test_weights_that_stay_are_cast_once_and_every_loss_is_the_same(scaling):
+def test_frozen_weights_are_cast_once_and_losses_stay_unchanged(scaling):
     made, optimizer = prepared(scaling=scaling, fp8_params=True)
     assert all(map(is_frozen, weights(made)))
     assert losses(made, optimizer) == losses(*prepared(scaling=scaling))
 
 
-def test_delayed_scaling_trains_with_the_scales_of_the_weights_own_amax():
+def test_delayed_scaling_uses_scales_of_the_weight_amax():
     """The first step without fp8_params casts every weight by the scale 1, later ones as fp8_params does."""
     made, optimizer = prepared(fp8_params=True)
     found = losses(made, optimizer)
@@ -42,7 +42,7 @@ def test_delayed_scaling_trains_with_the_scales_of_the_weights_own_amax():
     assert max(gaps) < 0.01 and found[-1] < found[0]
 
 
-def test_parameters_stay_and_weigh_two_bytes():
+def test_frozen_parameters_stay_and_take_two_bytes():
     made = Adapted()
     made.base.blocks[1].up.weight = made.base.blocks[0].up.weight
     before, values = list(made.parameters()), copy.deepcopy(made.state_dict())
@@ -60,7 +60,7 @@ def test_parameters_stay_and_weigh_two_bytes():
     assert ((made.base.first.weight.dequantize() - frozen).abs() <= half_a_step).all()
 
 
-def test_checkpoints_are_plain_and_load_either_way():
+def test_checkpoints_are_plain_and_load_both_ways():
     made, _ = prepared(scaling="dynamic", fp8_params=True)
     saved = made.state_dict()
     assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
@@ -74,7 +74,7 @@ def test_checkpoints_are_plain_and_load_either_way():
     assert torch.equal(made.state_dict()["base.first.weight"], saved["base.first.weight"])
 
 
-def test_writes_to_copies_in_a_state_dict_raise_at_the_next_read():
+def test_writes_to_state_dict_copies_raise_at_next_read():
     made, optimizer = prepared(fp8_params=True)
     for read in (lambda: losses(made, optimizer, BATCHES[:1]), made.state_dict, lambda: conversion.restore(made)):
         made.state_dict()["base.first.weight"].zero_()
@@ -95,7 +95,7 @@ def test_copies_train_like_the_original(make):
     assert losses(other, own) == losses(made, optimizer)
 
 
-def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
+def test_evaluation_and_restore_use_code_values():
     made, _ = prepared(fp8_params=True)
     plain = Adapted()
     plain.load_state_dict(made.state_dict())
@@ -112,7 +112,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
     assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
 
 
-def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
+def test_trainable_weight_is_refused_without_changing_model():
     made = Adapted()
     made.base.last.requires_grad_(True)
     with pytest.raises(RecipeError, match=r"32 -> 32 trains.*te\+msamp:O4.*exclude"):
@@ -124,7 +124,7 @@ def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
         losses(frozen, optimizer)
 
 
-def test_what_cannot_hold_fp8_weights_is_refused_by_name():
+def test_unsupported_fp8_weights_are_refused_by_name():
     with torch.device("meta"):
         on_meta = Adapted()
     with pytest.raises(RecipeError, match="meta device"):
@@ -136,7 +136,7 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
         prepared(tied, fp8_params=True, include=["base.*"])
 
 
-def test_it_trains_through_accelerate(monkeypatch, tmp_path):
+def test_fp8_params_train_through_accelerate(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -59,7 +59,7 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
         ("O4", "dynamic"),
     ],
 )
-def test_the_native_twin_has_the_same_numbers(level, scaling):
+def test_levels_match_native_twin(level, scaling):
     """Store to nearest, without biases, which TransformerEngine rounds to bf16. Only the order of FP32 sums differs: it
     changes the first losses by rounding, and later ones by values moved across a boundary of FP8 codes."""
     losses = {}
@@ -72,7 +72,7 @@ def test_the_native_twin_has_the_same_numbers(level, scaling):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_bytes_products_and_plain_exports(level):
+def test_bytes_products_and_plain_exports_match_the_level(level):
     model, optimizer = prepared(f"te:delayed+msamp:{level}")
     for index in range(2):
         step(model, optimizer, index)
@@ -109,7 +109,7 @@ def casts(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_is_cast_once_a_step_and_not_at_all_in_e4m3(level, monkeypatch):
+def test_weight_is_cast_once_per_step_and_never_in_e4m3(level, monkeypatch):
     model, optimizer = prepared(f"te:delayed+msamp:{level}")
     step(model, optimizer, 0)
     seen = casts(monkeypatch)
@@ -120,7 +120,7 @@ def test_a_weight_is_cast_once_a_step_and_not_at_all_in_e4m3(level, monkeypatch)
     assert len(weights) == (0 if level in IN_E4M3 else 2 * 3)
 
 
-def test_a_weight_that_was_changed_by_hand_is_cast_again():
+def test_manually_changed_weight_is_cast_again():
     model, optimizer = prepared("te:dynamic+msamp:O2")
     x, _ = batch(0)
     before = model(x)
@@ -133,7 +133,7 @@ def test_a_weight_that_was_changed_by_hand_is_cast_again():
     assert torch.equal(model(x), copy.deepcopy(model)(x))
 
 
-def test_resume_to_the_bit(tmp_path):
+def test_resume_is_bitwise(tmp_path):
     def new():
         return prepared("te:delayed+msamp:O2")
 

@@ -28,7 +28,7 @@ def samples(spec, file):
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-def test_statistics_are_those_of_the_native_rule(scaling, tmp_path):
+def test_statistics_match_the_native_rule(scaling, tmp_path):
     ours, native = (samples(f"{name}:{scaling}", tmp_path / name) for name in ("te", "native"))
     assert [record["step"] for record in ours] == [2, 4]
     for record, of_native in zip(ours, native, strict=True):

@@ -63,7 +63,7 @@ def same(a: dict, b: dict) -> bool:
     ids=["delayed", "delayed max", "dynamic", "dynamic E4M3", "blockwise"],
 )
 @pytest.mark.parametrize("accumulate", [nightly(1), 2])
-def test_losses_equal_those_of_te_linear_in_te_autocast(spec, recipe, accumulate):
+def test_losses_match_te_linear_in_te_autocast(spec, recipe, accumulate):
     made, optimizer = prepared(spec)
     found = losses(made, optimizer, accumulate=accumulate)
     assert found == by_hand(recipe, accumulate)
@@ -71,7 +71,7 @@ def test_losses_equal_those_of_te_linear_in_te_autocast(spec, recipe, accumulate
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(scaling):
+def test_high_precision_wgrad_uses_unquantized_operands(scaling):
     """fprop, dgrad and the bias gradient are as without it."""
     torch.manual_seed(0)
     plain = nn.Linear(32, 64)
@@ -92,7 +92,7 @@ def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(sca
     assert "high:wgrad" in repr(other)
 
 
-def test_a_model_trains_with_weight_gradients_in_high_precision(capfd):
+def test_model_trains_with_high_precision_wgrad(capfd):
     """Recomputation changes no loss."""
     spec, found = TERecipeKwargs(override_linear_precision=(False, False, True)), []
     for reentrant in (None, True, False):
@@ -118,7 +118,7 @@ def test_mxfp8_runs_on_blackwell_and_is_refused_on_hopper():
     assert unfit(nn.Linear(48, 32), "te:delayed") is None
 
 
-def test_a_version_that_takes_no_other_weights_is_refused_for_levels_alone(monkeypatch):
+def test_te_version_without_external_weights_refuses_only_levels(monkeypatch):
     monkeypatch.delattr(te.Linear, "_get_weight_tensors")
     with pytest.raises(BackendUnavailableError, match=r"TransformerEngine 2.*takes no weight but its own.*2.9 or"):
         prepared("te:delayed+msamp:O2")
@@ -142,7 +142,7 @@ def test_recomputation_changes_no_loss_and_no_scale(spec):
 
 
 @pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
-def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recompute, of_gradients, monkeypatch):
+def test_scales_are_reduced_once_per_step_under_recomputation(recompute, of_gradients, monkeypatch):
     """Each reduction costs an all-reduce. Under reentrant recomputation the first layer without recomputation reduces
     the gradients' scales, as in TransformerEngine, and the end of backward the recomputed ones'."""
     manager, calls = te.quantization.FP8GlobalStateManager, []
@@ -155,7 +155,7 @@ def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recom
     assert (calls.count(True), calls.count(False)) == (3, 3 * of_gradients)
 
 
-def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves():
+def test_blocks_called_outside_the_root_enter_fp8():
     """Called one by one, with and without recomputation: the same losses and scales."""
 
     def run(recompute):
@@ -183,7 +183,7 @@ def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves():
     assert (state["blocks.0.up.te_backward_scale"][:1] != 1).all()
 
 
-def test_a_model_trains_by_its_own_recipe_beside_another():
+def test_models_with_different_recipes_train_together():
     """TransformerEngine's own text of a recipe leaves the algorithm out, and groups amaxes by it."""
 
     def together(*specs):
@@ -208,7 +208,7 @@ def test_a_model_trains_by_its_own_recipe_beside_another():
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
-def test_any_number_of_rows_is_padded_and_cut_off(spec, rows):
+def test_any_number_of_rows_is_padded_and_trimmed(spec, rows):
     """Rows of zeros change no scale, so each row matches a batch of sixteen."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)
@@ -225,7 +225,7 @@ def test_any_number_of_rows_is_padded_and_cut_off(spec, rows):
     assert torch.equal(layer.weight.grad, other.weight.grad) and torch.equal(layer.bias.grad, other.bias.grad)
 
 
-def test_shapes_and_types_that_fp8_does_not_take_run_as_in_a_plain_linear():
+def test_unsupported_shapes_and_dtypes_run_as_plain_linear():
     layer = nn.Linear(32, 16)
     plain = copy.deepcopy(layer)
     prepare(layer, None, "te:delayed")
@@ -238,7 +238,7 @@ def test_shapes_and_types_that_fp8_does_not_take_run_as_in_a_plain_linear():
     assert torch.equal(layer.double()(x), plain.double()(x))
 
 
-def test_the_result_may_be_changed_in_place():
+def test_output_may_be_changed_in_place():
     made = nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 16))
     prepare(made, None, "te:dynamic")
     made(torch.randn(16, 32)).sum().backward()
@@ -249,7 +249,7 @@ def test_the_result_may_be_changed_in_place():
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_evaluation_leaves_the_scales_unchanged(in_fp8):
+def test_evaluation_leaves_scales_unchanged(in_fp8):
     """Evaluation in FP8, in high precision, and forwards without gradients in training mode."""
     made, optimizer = prepared(TERecipeKwargs(use_autocast_during_eval=in_fp8))
     losses(made, optimizer, BATCHES[:2])
@@ -261,7 +261,7 @@ def test_evaluation_leaves_the_scales_unchanged(in_fp8):
     assert same(scaling_state(made), before)
 
 
-def test_a_first_forward_in_inference_mode_leaves_a_state_that_trains():
+def test_first_forward_in_inference_mode_leaves_trainable_state():
     made, optimizer = prepared(TERecipeKwargs(use_autocast_during_eval=True))
     with torch.inference_mode():
         made.eval()(BATCHES[0])
@@ -284,7 +284,7 @@ def test_a_teacher_in_eval_inside_the_students_forward_runs_plain():
     assert expected == [True] * len(BATCHES)
 
 
-def test_a_model_in_training_inside_the_forward_of_another_keeps_its_own_recipe():
+def test_nested_training_model_keeps_its_recipe():
     inner = prepared("te:dynamic")
     outer, optimizer = prepared("te:delayed")
     references = prepared("te:dynamic"), prepared("te:delayed")
@@ -300,7 +300,7 @@ def test_a_model_in_training_inside_the_forward_of_another_keeps_its_own_recipe(
 
 
 @pytest.mark.parametrize("then", ["itself", "another model", "evaluation, and itself"])
-def test_a_forward_that_was_interrupted_leaves_fp8(then):
+def test_interrupted_forward_leaves_fp8(then):
     """No hook runs after a KeyboardInterrupt. The next forward of any model cleans up."""
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:1])
@@ -348,7 +348,7 @@ def test_parameters_ties_and_flags_stay():
     assert fp8_backends.audit(made).products["last"] == {"fprop": steps, "dgrad": steps, "wgrad": 0, "recomputed": 0}
 
 
-def test_a_layer_is_turned_back_without_a_trace():
+def test_restore_leaves_no_trace():
     made, optimizer = prepared("te:delayed")
     before = {name: set(layer.__dict__) for name, layer in model().named_modules()}
     losses(made, optimizer, BATCHES[:2])
@@ -360,7 +360,7 @@ def test_a_layer_is_turned_back_without_a_trace():
     assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
 
 
-def test_state_dicts_are_plain_and_load_either_way():
+def test_state_dicts_are_plain_and_load_both_ways():
     made, _ = prepared("te:delayed")
     losses(made, adamw(made), BATCHES[:1])
     assert made.state_dict().keys() == model().state_dict().keys()
@@ -373,7 +373,7 @@ def test_state_dicts_are_plain_and_load_either_way():
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
-def test_a_copy_trains_on_its_own_with_the_scales_of_the_original(make):
+def test_copy_trains_independently_from_copied_scales(make):
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:2])
     other = make(made)
@@ -386,7 +386,7 @@ def test_a_copy_trains_on_its_own_with_the_scales_of_the_original(make):
     assert same(scaling_state(other), scaling_state(made))
 
 
-def test_a_resumed_run_equals_an_unbroken_one_to_the_bit():
+def test_resumed_run_matches_uninterrupted_run_bitwise():
     made, optimizer = prepared(TERecipeKwargs(amax_history_len=4, amax_compute_algo="max"))
     losses(made, optimizer, BATCHES[:3])
     weights, states = copy.deepcopy((made.state_dict(), optimizer.state_dict()))
@@ -401,7 +401,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit():
 
 
 @pytest.mark.parametrize("ran", [False, True])
-def test_scaling_states_of_other_models_and_impossible_numbers_are_refused(ran):
+def test_foreign_and_impossible_scaling_states_are_refused(ran):
     made, optimizer = prepared(TERecipeKwargs(amax_history_len=4))
     if ran:
         losses(made, optimizer, BATCHES[:2])
@@ -456,7 +456,7 @@ def test_the_first_step_proves_fp8(capfd):
     assert set(audit.engine.values()) == {"te"}
 
 
-def test_a_step_in_another_thread_adds_nothing_to_the_products_of_one_that_has_begun():
+def test_step_in_another_thread_adds_no_products():
     one, its_optimizer = prepared("te:delayed")
     loss_of(one, BATCHES[0]).backward()
     with ThreadPoolExecutor(1) as thread:
@@ -466,7 +466,7 @@ def test_a_step_in_another_thread_adds_nothing_to_the_products_of_one_that_has_b
     assert counts == {"fprop": 1, "dgrad": 0, "wgrad": 1, "recomputed": 0}
 
 
-def test_products_in_high_precision_are_not_counted():
+def test_high_precision_products_are_not_counted():
     made, optimizer = prepared("te:delayed")
 
     class Off(nn.Module):
@@ -482,14 +482,14 @@ def test_products_in_high_precision_are_not_counted():
     assert (counts["blocks.0.down"]["fprop"], counts["blocks.0.down"]["wgrad"]) == (1, 1)
 
 
-def test_a_model_that_never_runs_in_fp8_is_an_error():
+def test_model_never_running_in_fp8_is_an_error():
     made, optimizer = prepared("te:delayed")
     made.eval()
     with pytest.raises(FP8BackendError, match="no FP8 product ran"):
         losses(made, optimizer, BATCHES[:2])
 
 
-def test_a_te_linear_of_the_users_own_is_left_alone_and_not_counted():
+def test_users_te_linear_is_skipped_and_not_counted():
     made = model()
     made.last = te.Linear(32, 32, device="cpu")
     _, optimizer = prepare(made, adamw(made), "te:dynamic")
@@ -500,7 +500,7 @@ def test_a_te_linear_of_the_users_own_is_left_alone_and_not_counted():
     assert products["first"]["dgrad"] == 0  # nor is a product of the user's layer counted for another
 
 
-def test_features_that_te_does_not_take_stay_plain_by_name():
+def test_sizes_unsupported_by_te_stay_plain_by_name():
     made = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 24), nn.Linear(24, 16))
     prepare(made, None, "te:delayed")
     assert [type(layer) is TELinear for layer in made] == [True, False, False]

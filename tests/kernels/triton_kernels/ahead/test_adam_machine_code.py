@@ -43,7 +43,7 @@ def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
+def test_no_spills_and_several_programs_per_sm(kind, tmp_path):
     made = of(triton_adam.write_kernel, kind, tmp_path)
     assert made.stack == 0
     assert made.registers * 32 * triton_adam.LIMITS["num_warps"] * PROGRAMS <= OF_A_MULTIPROCESSOR
@@ -52,17 +52,17 @@ def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kernel,kind", [("gradient_kernel", "an embedding"), ("bounds_kernel", "O2")])
-def test_the_small_kernels_compile(kernel, kind, tmp_path):
+def test_small_kernels_compile(kernel, kind, tmp_path):
     made = of(getattr(triton_adam, kernel), kind, tmp_path)
     assert made.stack == 0
 
 
-def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
+def test_wide_accesses_require_alignment(tmp_path):
     wide, narrow = (of(triton_adam.write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
     assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
 
 
-def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):
+def test_fp8_conversion_uses_native_instruction(tmp_path):
     new, old = (of(triton_adam.write_kernel, "O2", tmp_path, fp8_casts=casts) for casts in (True, False))
     assert "e4m3x2" in new.ptx and "e4m3x2" not in old.ptx
 

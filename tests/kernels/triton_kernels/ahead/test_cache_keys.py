@@ -38,7 +38,7 @@ KERNELS = [name for name, each in FUNCTIONS.items() if isinstance(each, JITFunct
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_each_global_value_that_a_kernel_reads(name, monkeypatch):
+def test_cache_key_covers_each_global_value(name, monkeypatch):
     """Include the globals of called functions."""
     function = FUNCTIONS[name]
     key = key_of(function)
@@ -51,7 +51,7 @@ def test_each_global_value_that_a_kernel_reads(name, monkeypatch):
     assert key_of(function) == key
 
 
-def test_each_value_that_the_kernels_of_the_adam_step_get_by_their_kind(monkeypatch):
+def test_cache_key_covers_each_value_of_adam_kinds(monkeypatch):
     def key(kind) -> str:
         constants = triton_adam.TritonKernels(kind, True).constants
         return ASTSource(triton_adam.write_kernel, {}, {"KIND": constants}).hash()
@@ -70,5 +70,5 @@ def test_each_value_that_the_kernels_of_the_adam_step_get_by_their_kind(monkeypa
         monkeypatch.undo()
 
 
-def test_the_walk_finds_the_kernels():
+def test_walk_finds_kernels():
     assert len(KERNELS) >= 20 and len(FUNCTIONS) > 80

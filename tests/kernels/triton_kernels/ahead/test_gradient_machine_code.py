@@ -9,7 +9,7 @@ from fp8_backends.kernels import triton_backward as kernels
 
 
 @pytest.mark.parametrize("dtype, widest", [("*bf16", 128), ("*fp32", 128)])
-def test_a_sum_reads_and_writes_vectors(dtype, widest, tmp_path):
+def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
     signature = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", "addend_ptr": dtype, "total_ptr": "*fp32"}
     signature |= {"numel": "i32:16"}
     code = compiled(
@@ -19,7 +19,7 @@ def test_a_sum_reads_and_writes_vectors(dtype, widest, tmp_path):
     assert code.widths("st") == {128} and widest in code.widths("ld")
 
 
-def test_a_norm_reads_vectors(tmp_path):
+def test_norm_uses_vector_loads(tmp_path):
     signature = {"codes_ptr": "*u8", "partial_ptr": "*fp32", "numel": "i32:16", "blocks": "i32"}
     code = compiled(
         *(kernels.squares_kernel, signature, {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True}, tmp_path),
@@ -29,7 +29,7 @@ def test_a_norm_reads_vectors(tmp_path):
     assert 128 in code.widths("ld")
 
 
-def test_the_last_sum_of_a_norm_fits_in_registers(tmp_path):
+def test_final_norm_sum_fits_in_registers(tmp_path):
     signature = {"partial_ptr": "*fp32", "partials": "i32", "scale_inv_ptr": "*fp32", "norm_ptr": "*fp32"}
     code = compiled(kernels.norm_kernel, signature, {}, tmp_path, num_warps=4)
     assert code.stack == 0

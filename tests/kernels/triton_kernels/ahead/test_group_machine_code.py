@@ -44,7 +44,7 @@ def of(kernel, tmp_path, tile, arguments: dict) -> MachineCode:
 
 @KINDS
 @LINES
-def test_amaxes(kind, lines, tmp_path):
+def test_amax_machine_code(kind, lines, tmp_path):
     code = amax(tmp_path, "*bf16", kind, lines)
     assert_fast(code, AMAX_ROW_TILE, "*bf16")
     assert_rounds_as_the_reference(code)
@@ -52,7 +52,7 @@ def test_amaxes(kind, lines, tmp_path):
 
 @KINDS
 @LINES
-def test_casts(kind, lines, tmp_path):
+def test_cast_machine_code(kind, lines, tmp_path):
     code = cast(tmp_path, "*bf16", kind, lines)
     assert_fast(code, CAST_TILE, "*bf16")
     assert_rounds_as_the_reference(code)

@@ -14,7 +14,7 @@ NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on
 
 @pytest.mark.parametrize("is_smooth", [False, True])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-def test_a_row(dtype, is_smooth, tmp_path):
+def test_row_loss_machine_code(dtype, is_smooth, tmp_path):
     signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
     block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}

@@ -36,7 +36,7 @@ def is_wide(code) -> None:
 
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])
-def test_packing(dtype, tmp_path):
+def test_packing_machine_code(dtype, tmp_path):
     constants = {"DTYPE": dtype, "SCALED": False, "OWN_ROW": True, "KEPT": True, **OF_PARTS, **OF_VALUES}
     code = compiled(triton_messages.pack_kernel, PACK, constants, tmp_path, num_warps=triton_messages.WARPS)
     is_wide(code)
@@ -44,13 +44,13 @@ def test_packing(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("out, encoded", [("*u8", True), ("*bf16", False)])
-def test_adding_up(out, encoded, tmp_path):
+def test_summing_machine_code(out, encoded, tmp_path):
     constants = {"RANKS": 8, "TOGETHER": triton_messages.TOGETHER, "ENCODED": encoded, **OF_VALUES}
     signature = {**SUM, "out_ptr": out}
     is_wide(compiled(triton_messages.sum_kernel, signature, constants, tmp_path, num_warps=triton_messages.WARPS))
 
 
 @pytest.mark.parametrize("dtype, codes", [(tl.bfloat16, False), (tl.uint8, True)])
-def test_unpacking(dtype, codes, tmp_path):
+def test_unpacking_machine_code(dtype, codes, tmp_path):
     constants = {"DTYPE": dtype, "CODES": codes, **OF_PARTS}
     is_wide(compiled(triton_messages.unpack_kernel, UNPACK, constants, tmp_path, num_warps=triton_messages.WARPS))

@@ -91,7 +91,7 @@ def assert_rounds_as_the_reference(code: MachineCode) -> None:
 
 
 @pytest.mark.parametrize("dtype, name", [*(("*bf16", name) for name in MATRICES), ("*fp32", "cast, dynamic")])
-def test_casts(name, dtype, tmp_path):
+def test_cast_machine_code(name, dtype, tmp_path):
     tile, made = MATRICES[name]
     code = made(tmp_path, dtype)
     assert_fast(code, tile, dtype)
@@ -102,14 +102,14 @@ def test_casts(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("tile", [AMAX_TILE, AMAX_ROW_TILE])
 @pytest.mark.parametrize("keep_nan", [False, True])
-def test_amax(tile, keep_nan, tmp_path):
+def test_amax_machine_code(tile, keep_nan, tmp_path):
     sizes = LARGE | {"tiles": "i32"}
     code = of(tensorwise.amax_kernel, tmp_path, "*bf16", tile, {"partial_ptr": "*i32", **sizes}, {"KEEP_NAN": keep_nan})
     assert_fast(code, tile, "*bf16")
     assert "atom" not in code.ptx
 
 
-def test_amax_of_rows_and_columns(tmp_path):
+def test_row_and_column_amax_machine_code(tmp_path):
     """Maxima of columns by way of shared memory were eight and eleven accesses in one, and had thirty of them."""
     tile = blocks.LINE_TILE
     code = of(blocks.line_amax_kernel, tmp_path, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
@@ -117,7 +117,7 @@ def test_amax_of_rows_and_columns(tmp_path):
     assert len(re.findall(r"\b(?:ld|st|ldmatrix|stmatrix)\.[\w.]*shared", code.ptx)) <= 16
 
 
-def test_sizes_that_are_no_multiples_of_16(tmp_path):
+def test_sizes_not_divisible_by_16_compile(tmp_path):
     """Compiled for one element at a time, since rows start anywhere."""
     code = cast(tmp_path, "*bf16", "dynamic", ODD)
     assert code.stack == 0 and max(code.widths("st")) < 128
@@ -140,7 +140,7 @@ def test_variants_compile_without_spills(name, tmp_path):
     assert ("satfinite" in code.ptx) == (name != "an older GPU")
 
 
-def test_a_matrix_of_one_number_compiles(tmp_path):
+def test_one_element_matrix_compiles(tmp_path):
     """Weights may have this shape."""
     constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
     del constants["stored_scale_inv_ptr"]

@@ -65,7 +65,7 @@ TOKENS = (1, 8, 20, 64, 1600)
 """Multiples of 16 and others: code for only the former stores wide in both layouts."""
 
 
-def test_one_scale(compiled):
+def test_tensorwise_cast_has_few_specialisations(compiled):
     """Read the amax alike for any number of rows; positions of scales and recorded amaxes in a state do not count."""
     states = torch.zeros(3, 6, dtype=torch.int32)
     for tokens in TOKENS:
@@ -77,7 +77,7 @@ def test_one_scale(compiled):
     assert compiled == {"amax_kernel": 1, "cast_kernel": 3 * 2 * 2}, "rows: 1, multiples of 16, others; rules; formats"
 
 
-def test_scales_along_rows_and_columns(compiled):
+def test_rowwise_cast_has_few_specialisations(compiled):
     for tokens in TOKENS:
         for rows, columns in ((True, True), (True, False)):
             triton_blocks.quantize_blocks(torch.randn(tokens, 64), ROWS, E4M3, rows, columns)

@@ -15,7 +15,7 @@ def triton_interprets(no_fp8_in_environment, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def numpy_computes_with_inf_and_nan_as_a_gpu_does():
+def silence_numpy_about_inf_and_nan():
     """Without a word: the interpreter is NumPy, which warns."""
     with numpy.errstate(all="ignore"):
         yield

@@ -34,13 +34,13 @@ def states_are_made_without_kernels(monkeypatch):
         [*((kind, "adamw") for kind in KINDS), *((kind, "adam") for kind in ("O2", "O4", "bf16"))],
     ),
 )
-def test_all_parameters_are_stepped_to_the_bit(case, options):
+def test_parameters_step_bitwise_like_reference(case, options):
     """Include full and partial tiles."""
     sizes = (2200, 1) if "O4" in case else (3000, 1, 1024, 130)
     check(lambda: jobs(case, options, sizes=sizes))
 
 
-def test_the_copy_of_a_master_is_cast_to_the_bit():
+def test_master_copy_is_cast_bitwise():
     check(lambda: jobs(copied=True))
 
 
@@ -51,7 +51,7 @@ def test_the_copy_of_a_master_is_cast_to_the_bit():
         *(nightly("O2", torch.inf), nightly("embedding", torch.inf), nightly("bf16", torch.nan)),
     ],
 )
-def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, bad):
+def test_only_non_finite_gradients_count_as_zero(case, bad):
     cases.check_non_finite_gradient(case, bad)
 
 
@@ -61,11 +61,11 @@ def test_huge_and_tiny_gradients(size):
 
 
 @pytest.mark.parametrize("case", ["O2", nightly("O2 blocks"), "O4"])
-def test_a_parameter_of_several_programs_is_stepped_to_the_bit(case):
+def test_parameter_of_several_programs_steps_bitwise(case):
     check(lambda: jobs(case, copied=case == "O2", sizes=(10, 9300)))
 
 
-def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere():
+def test_steps_from_zeros_with_sparse_and_tiny_gradients():
     """Include roots of zero, blocks of zeros, the least roots and the largest quotients; and a non-finite gradient."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(2200, generator=generator) * 0.02
@@ -86,15 +86,15 @@ def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsew
         assert cases.all_bits(both[:1]) == cases.all_bits(both[1:])
 
 
-def test_a_step_in_its_parts_is_the_step():
+def test_partial_steps_match_whole_step():
     cases.check_steps_in_three_parts()
 
 
-def test_bounds_of_several_shards_are_taken_as_they_are_given():
+def test_given_bounds_of_shards_are_used():
     cases.check_agreed_bounds("O2 blocks")
 
 
-def test_memory_that_is_not_aligned():
+def test_unaligned_memory():
     def make():
         first, second = jobs(sizes=(2048, 1024))
         room = torch.zeros(2049, dtype=torch.float16)[1:].copy_(first.weight.data)
@@ -103,7 +103,7 @@ def test_memory_that_is_not_aligned():
     check(make)
 
 
-def test_the_number_of_launches_does_not_grow_with_the_parameters(monkeypatch):
+def test_number_of_launches_is_constant(monkeypatch):
     cases.check_launches(triton_adam.TritonKernels, monkeypatch)
 
 
@@ -111,7 +111,7 @@ def test_an_empty_parameter_among_others():
     cases.check_empty_parameter()
 
 
-def test_block_sizes_that_no_tile_has_are_left_to_pytorch(monkeypatch):
+def test_unsupported_block_sizes_fall_back_to_pytorch(monkeypatch):
     monkeypatch.setitem(CASES, "odd blocks", ("fp16", "e4m3", "e4m3 24", "fp16"))
     (job,) = jobs("odd blocks", sizes=(100,))
     steps = AdamSteps([job])

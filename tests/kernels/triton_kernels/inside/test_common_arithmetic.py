@@ -65,7 +65,7 @@ def _conversions_kernel(x_ptr, fp32_ptr, magnitude_ptr, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=lambda fmt: fmt.name)
-def test_codes_are_those_of_the_saturating_cast(fmt):
+def test_codes_match_saturating_cast(fmt):
     x = any_numbers(BLOCK)
     codes = torch.empty(len(x), dtype=torch.float16 if fmt is FP16 else torch.uint8)
     _codes_kernel[(triton.cdiv(len(x), BLOCK),)](x, codes, len(x), fmt.name, BLOCK)
@@ -77,7 +77,7 @@ def test_codes_are_those_of_the_saturating_cast(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_values_of_finite_codes(fmt):
+def test_finite_codes_decode_to_their_values(fmt):
     codes, x = torch.arange(256, dtype=torch.int32).to(torch.uint8), torch.empty(256)
     _values_kernel[(1,)](codes, x, fmt.name)
     expected = codes.view(fmt.dtype).float()
@@ -86,7 +86,7 @@ def test_values_of_finite_codes(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=lambda fmt: fmt.name)
-def test_scales_are_those_of_scaling(fmt):
+def test_scales_match_scaling_rules(fmt):
     amax = any_numbers(2**12).abs()
     near_powers = torch.tensor([fmt.max, 448, 1.75]).view(-1, 1) * 2.0 ** torch.arange(-130, 110, 7)
     amax = torch.cat([amax, near_powers.flatten(), torch.nextafter(near_powers, torch.tensor(torch.inf)).flatten()])
@@ -100,7 +100,7 @@ def test_scales_are_those_of_scaling(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_conversions_and_magnitudes_of_every_number(dtype):
+def test_every_number_converts_and_has_its_magnitude(dtype):
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     fp32, magnitude = torch.empty(2, len(x))
     _conversions_kernel[(2,)](x, fp32, magnitude, len(x), BLOCK)

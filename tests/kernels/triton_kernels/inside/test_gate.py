@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8_backends.kernels import devices, triton_gate
 
 
-def test_only_real_tensors_in_eager_mode_go_to_the_kernels(monkeypatch):
+def test_kernels_take_only_real_tensors_in_eager_mode(monkeypatch):
     x = torch.randn(4, 4)
     assert triton_gate.usable(x) and triton_gate.usable(nn.Parameter(x)) and not devices.has_fp8_casts(x)
     assert not triton_gate.usable(x.to("meta"))

@@ -34,7 +34,7 @@ def same(found: ScaledTensor, expected: ScaledTensor) -> bool:
 @DTYPES
 @pytest.mark.parametrize("spoiled", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_cast_equals_plain_operations(dtype, spoiled, transposed, monkeypatch):
+def test_cast_matches_plain_operations(dtype, spoiled, transposed, monkeypatch):
     values = values_of(dtype)
     if spoiled is not None:
         values[7, 3] = spoiled
@@ -47,7 +47,7 @@ def test_a_cast_equals_plain_operations(dtype, spoiled, transposed, monkeypatch)
 
 @DTYPES
 @pytest.mark.parametrize("factor", [1.0, 2.0**-16, 0.3, -0.7, 0.0, torch.inf])
-def test_accumulated_gradients_equal_plain_operations(dtype, factor, monkeypatch):
+def test_accumulated_gradients_match_plain_operations(dtype, factor, monkeypatch):
     """Include three microbatches, a loss scale or a clip, and the final rounding."""
 
     def accumulated():
@@ -64,7 +64,7 @@ def test_accumulated_gradients_equal_plain_operations(dtype, factor, monkeypatch
 
 @DTYPES
 @pytest.mark.parametrize("numel", [1, 5, triton_backward.ADDED, 3 * triton_backward.ADDED + 17])
-def test_a_sum_equals_plain_operations(dtype, numel):
+def test_sum_matches_plain_operations(dtype, numel):
     codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)
     addend, scale_inv = values_of(dtype, 1, numel)[0], torch.tensor(0.3)
     assert torch.equal(gradients.accumulate(codes, scale_inv, addend), codes.float() * scale_inv + addend)
@@ -72,7 +72,7 @@ def test_a_sum_equals_plain_operations(dtype, numel):
 
 @pytest.mark.parametrize("numel", [1, 100, triton_backward.SQUARED, 5 * triton_backward.SQUARED + 3])
 @pytest.mark.parametrize("scale_inv", [0.25, -3.0, 1e-30])
-def test_a_norm_is_that_of_the_values(numel, scale_inv):
+def test_norm_matches_values(numel, scale_inv):
     codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)
     exact = codes.double().norm() * abs(scale_inv)
     found = gradients.norm(codes, torch.tensor(scale_inv))
@@ -80,7 +80,7 @@ def test_a_norm_is_that_of_the_values(numel, scale_inv):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_a_norm_tells_of_a_gradient_that_is_not_finite():
+def test_norm_of_non_finite_gradient_is_nan():
     values = values_of(torch.bfloat16)
     values[0, 0] = torch.inf
     gradient = quantize(values, E4M3.dtype)
@@ -88,7 +88,7 @@ def test_a_norm_tells_of_a_gradient_that_is_not_finite():
     assert torch.linalg.vector_norm(gradient).isnan()
 
 
-def test_kernels_make_no_copies_of_the_values(monkeypatch):
+def test_kernels_allocate_no_copies_of_values(monkeypatch):
     """Read codes directly: the kernels exist to save an FP32 copy of the whole."""
 
     def refused(*_, **__):

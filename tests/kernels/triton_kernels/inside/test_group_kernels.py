@@ -54,7 +54,7 @@ def plainly(monkeypatch, quantize, *args):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_groups(sizes, monkeypatch):
+def test_group_casts_match_reference(sizes, monkeypatch):
     x, groups = tokens(SIZES[sizes], 40, torch.bfloat16)
     scale = torch.rand(len(groups.ends), 3)[:, 1] + 0.5
     for args in ((E4M3,), (E4M3, scale))[: 1 if sizes == "many" else 2]:
@@ -64,7 +64,7 @@ def test_groups(sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_dtypes_and_strides(dtype, monkeypatch):
+def test_group_casts_accept_dtypes_and_strides(dtype, monkeypatch):
     """Use more than one tile in both dimensions, with gaps between the rows and within them."""
     x, groups = tokens([70, 5], 600, dtype)
     for view in (x[:, 3:533], x[:, ::40]):
@@ -80,7 +80,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_experts(view, monkeypatch):
+def test_expert_casts_match_reference(view, monkeypatch):
     weight = torch.randn(2, 70, 150, generator=torch.Generator().manual_seed(0))
     weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = weight[0] * 90, torch.nan, torch.inf, 0
     weight = VIEWS[view](weight.bfloat16())
@@ -91,7 +91,7 @@ def test_experts(view, monkeypatch):
 
 
 @pytest.mark.parametrize("layouts", [(True, False), (False, True)], ids=["rows", "columns"])
-def test_one_layout_alone(layouts, monkeypatch):
+def test_single_layout_is_written(layouts, monkeypatch):
     x, groups = tokens([9, 0, 20], 24, torch.bfloat16)
     weight = x.view(1, *x.shape).repeat(2, 1, 1)
     for quantize, args in (
@@ -105,7 +105,7 @@ def test_one_layout_alone(layouts, monkeypatch):
         assert_same(found, plainly(monkeypatch, quantize, *args))
 
 
-def test_places_of_more_than_2_31_elements(monkeypatch):
+def test_offsets_beyond_2_31_elements(monkeypatch):
     """Space rows and matrices that far apart; no page of the memory between them is touched."""
     memory = torch.empty(2**31 + 2**12, dtype=torch.bfloat16)
     x, weight = memory.as_strided((3, 40), (2**30, 1)), memory.as_strided((3, 20, 40), (2**30, 40, 1))
@@ -148,7 +148,7 @@ def experts_after_a_step(family, backend, **fields):
         ("gpt_oss", "native:rowwise+msamp:O4"),
     ],
 )
-def test_a_layer_of_kernels_is_the_layer_of_plain_operations(family, backend, launches, monkeypatch):
+def test_kernel_layer_matches_plain_operations(family, backend, launches, monkeypatch):
     ours = experts_after_a_step(family, backend)
     assert set(launches) == {"amax_kernel", "cast_kernel"}
     monkeypatch.setenv(triton_gate.VARIABLE, "0")
@@ -156,7 +156,7 @@ def test_a_layer_of_kernels_is_the_layer_of_plain_operations(family, backend, la
         assert torch.equal(one, other)
 
 
-def test_as_many_launches_for_many_experts_as_for_few(launches):
+def test_number_of_launches_is_independent_of_experts(launches):
     """Two kernels a cast: of x, the weight and dy, for each of two weights."""
     for experts in (4, 6):
         launches.clear()

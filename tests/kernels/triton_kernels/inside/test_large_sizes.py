@@ -26,7 +26,7 @@ def programs(monkeypatch):
     return as_one_of
 
 
-def test_an_amax(programs):
+def test_amax_beyond_2_31_elements(programs):
     programs(1, 2**21)
     tile = triton_matrix.AMAX_TILE
     x, partials = torch.randn(2 * tile.columns), torch.zeros(2, dtype=torch.int32)
@@ -35,7 +35,7 @@ def test_an_amax(programs):
     assert partials.view(torch.float32)[1] == x[tile.columns :].abs().max()
 
 
-def test_a_sum_of_messages_writes_nothing_behind_its_end(programs):
+def test_sum_of_messages_stays_in_bounds(programs):
     """Run a program with blocks from 2**31 elements on."""
     blocks = 2**31 // triton_messages.BLOCK
     programs(blocks // triton_messages.TILE, blocks)
@@ -57,7 +57,7 @@ def _places_kernel(blocks_ptr, out_ptr, columns, stride, COUNT: tl.constexpr):
 
 
 @pytest.mark.parametrize("columns", [ALMOST, 2**32])
-def test_places_in_messages(columns):
+def test_message_offsets_beyond_2_31_elements(columns):
     of_row = -(-columns // 128)
     blocks = torch.tensor([0, 5, of_row - 1, of_row, of_row + 3, 2 * of_row - 1, 7, 2**24], dtype=torch.int32)
     found, stride = torch.zeros(3, 8, dtype=torch.int64), columns + of_row
@@ -67,7 +67,7 @@ def test_places_in_messages(columns):
     assert torch.equal(found, torch.stack([block * 128, begin + block * 128, begin + columns + block]))
 
 
-def test_logits_of_any_strides_are_read_by_rows(monkeypatch):
+def test_strided_logits_are_read_by_rows(monkeypatch):
     """The kernel would multiply a stride between words by the word's number: beyond 2**31 for logits of long texts."""
     seen = []
     kernel = triton_backward.cross_entropy_kernel

@@ -65,7 +65,7 @@ def steps(model, dtype, needs_dx=True):
         *((scaling, torch.float8_e4m3fn) for scaling in SCALINGS[1::2]),
     ],
 )
-def test_a_layer_of_kernels_is_the_layer_of_plain_operations(scaling, stored, launched, monkeypatch):
+def test_kernel_layer_matches_plain_operations(scaling, stored, launched, monkeypatch):
     model = layer(scaling, stored)
     plain, dtype = copy.deepcopy(model), torch.bfloat16 if scaling in ("delayed", "mxfp8") else torch.float32
     ours = steps(model, dtype)
@@ -78,7 +78,7 @@ def test_a_layer_of_kernels_is_the_layer_of_plain_operations(scaling, stored, la
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise"])
-def test_only_layouts_that_a_product_reads_are_made(scaling, launched):
+def test_only_required_layouts_are_written(scaling, launched):
     """One tensor scale: x and w for fprop and for backward, dy for both. Rows: w again for dgrad, in backward."""
     of_step = {"dynamic": [(True, True)] * 3, "rowwise": [(True, True), (True, False), (True, True), (False, True)]}
     steps(layer(scaling), torch.bfloat16)
@@ -109,7 +109,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed", "window"])
-def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling):
+def test_layer_has_no_separate_amax_operation(scaling):
     """Casts record amaxes. A second layer with the same input records the amax seen by the first cast."""
     shared = COMPUTE.new_shared(None, None)
     recipe = resolve(FP8RecipeKwargs(backend=f"native:{scaling}"))
@@ -125,7 +125,7 @@ def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling
         assert of_q[INPUT] == of_k[INPUT] == x.abs().max() and of_q[GRAD_OUTPUT] == 2.0
 
 
-def test_kept_codes_of_a_weight_have_the_layouts_of_all_forwards_to_come(launched):
+def test_kept_weight_codes_have_layouts_of_later_forwards(launched):
     """Include dgrad's layout, unread by the first forward without gradients."""
     model, x = layer("dynamic"), torch.randn(4, 40)
     COMPUTE.keep_weight_casts(model, True)

@@ -35,7 +35,7 @@ def in_pytorch(logits, labels, smoothing):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("words, smoothing", [(1, 0.1), (64, 0.0), (300, 0.0), (300, 0.1)])
-def test_losses_and_gradients(words, dtype, smoothing):
+def test_losses_and_gradients_match_reference(words, dtype, smoothing):
     logits, labels = problem(5, words, dtype)
     losses, gradient = in_pytorch(logits, labels, smoothing)
     found_losses, found = triton_backward.cross_entropy(logits.clone(), labels, IGNORED, smoothing, block=64)
@@ -47,7 +47,7 @@ def test_losses_and_gradients(words, dtype, smoothing):
     assert torch.allclose(found.double(), gradient, rtol=CLOSE + torch.finfo(dtype).eps, atol=CLOSE * 1e-1 + smallest)
 
 
-def test_the_logits_give_their_memory_unless_they_have_gaps():
+def test_gradient_reuses_memory_of_contiguous_logits():
     logits, labels = problem(5, 64, torch.float32)
     _, expected = in_pytorch(logits, labels, 0.0)
     wide = torch.cat([logits, logits], 1)
@@ -61,7 +61,7 @@ def test_the_logits_give_their_memory_unless_they_have_gaps():
 
 
 @pytest.mark.parametrize("planted", [-torch.inf, torch.nan, torch.inf])
-def test_what_is_not_finite(planted):
+def test_non_finite_logits_propagate(planted):
     """An impossible word (-inf) leaves no trace; NaN and inf reach the loss."""
     logits, labels = problem(3, 64, torch.float32)
     labels[:] = 5
@@ -73,7 +73,7 @@ def test_what_is_not_finite(planted):
         assert torch.allclose(found.double(), gradient, atol=CLOSE)
 
 
-def test_a_label_that_is_no_word_makes_its_loss_nan():
+def test_label_outside_vocabulary_gives_nan_loss():
     logits, labels = problem(3, 64, torch.float32)
     labels[:] = torch.tensor([64, -1, 3])
     losses, _ = triton_backward.cross_entropy(logits, labels, IGNORED, 0.0, block=64)

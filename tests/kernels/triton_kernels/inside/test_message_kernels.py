@@ -13,7 +13,7 @@ from fp8_backends.kernels.triton_messages import tables
 
 @pytest.mark.parametrize("rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_gradients_are_packed_where_they_lie(dtype, rows, rank, rounded):
+def test_gradients_are_packed_in_place(dtype, rows, rank, rounded):
     cases.check_pack(triton_messages, dtype, rows, rank, rounded)
 
 
@@ -25,29 +25,29 @@ def test_rows_of_any_length_are_encoded(dtype, rows, kept, columns):
 
 @pytest.mark.parametrize("columns", [BLOCK, 5001])
 @pytest.mark.parametrize("ranks, dtype", [*((ranks, dtype) for ranks in (1, 3) for dtype in cases.DTYPES)])
-def test_contributions_are_added_in_one_pass(ranks, dtype, columns):
+def test_contributions_are_summed_in_one_pass(ranks, dtype, columns):
     cases.check_reduce(triton_messages, ranks, columns, 0, dtype, divisor=ranks, factor=0.3)
 
 
 @pytest.mark.parametrize("ranks, rank", [(8, 7), (40, 17)])
-def test_contributions_of_many_ranks_are_added_in_pytorch_s_order(ranks, rank):
+def test_many_contributions_are_summed_in_pytorchs_order(ranks, rank):
     """Follow the order of PyTorch's vectors, of at most 16 elements; the remainder has another order, not followed
     here."""
     cases.check_reduce(triton_messages, ranks, 5008, rank, torch.float32, divisor=ranks, factor=0.3)
 
 
-def test_zeros_behind_the_values_are_not_read():
+def test_padding_is_not_read():
     cases.check_reduce_of_longer_messages(triton_messages)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_averages_are_written_where_they_are_wanted(dtype, rows):
+def test_averages_are_written_to_gradients(dtype, rows):
     cases.check_unpack(triton_messages, dtype, rows)
 
 
 @pytest.mark.parametrize("columns", [1, 128, 1000])
-def test_codes_and_scales_come_out_again(columns):
+def test_codes_and_scales_round_trip(columns):
     cases.check_decode(triton_messages, 3, columns)
 
 
@@ -74,7 +74,7 @@ def test_each_tile_finds_its_gradient(count):
         assert (part.values == expected).all()
 
 
-def test_the_front_sends_tensors_to_the_kernels(monkeypatch):
+def test_dispatch_reaches_the_kernels(monkeypatch):
     """A step takes one launch for any number of gradients; gradients at odd addresses take a second one."""
     launches = []
     original = triton_messages._launch

@@ -60,12 +60,12 @@ def assert_same(found: Layouts, expected: Layouts) -> None:
 
 @FORMATS
 @DTYPES
-def test_dynamic(fmt, dtype):
+def test_dynamic_cast_matches_reference(fmt, dtype):
     x = matrix(70, 140, dtype)
     assert_same(triton_matrix.quantize(x, fmt), expected_of(x, fmt))
 
 
-def test_a_given_scale_takes_one_pass(monkeypatch):
+def test_given_scale_takes_one_pass(monkeypatch):
     monkeypatch.setattr(triton_matrix, "amax_kernel", None)
     x, scale = matrix(70, 140), torch.tensor(3.7)
     found = triton_matrix.quantize(x, E5M2, scale)
@@ -75,7 +75,7 @@ def test_a_given_scale_takes_one_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["dynamic", "given"])
-def test_one_inf_shows_in_the_scale(scale):
+def test_one_inf_propagates_to_the_scale(scale):
     """Place it in any tile, the last of four included."""
     x = matrix(70, 140)
     x[-1, -1] = -torch.inf
@@ -86,7 +86,7 @@ def test_one_inf_shows_in_the_scale(scale):
 
 @pytest.mark.parametrize("rule", [POWER_OF_TWO, WINDOW])
 @pytest.mark.parametrize("with_nan", [False, True])
-def test_rules_of_the_levels(rule, with_nan):
+def test_level_rules_match_reference(rule, with_nan):
     """Use powers of two, and the window's own scale while it is warm. NaN counts."""
     x = matrix(70, 140) if with_nan else matrix(70, 140).nan_to_num()
     state = scaling.new_window_state()[0]
@@ -100,7 +100,7 @@ def test_rules_of_the_levels(rule, with_nan):
 
 
 @pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO])
-def test_the_cast_itself_records_the_amax(rule):
+def test_cast_records_the_amax(rule):
     """Record over a hundred programs, in place, without another launch. The rule ignores or keeps NaN."""
     scale = torch.tensor(4.0) if rule == "given" else None
     named = {"rule": DYNAMIC if rule == "given" else rule}
@@ -116,7 +116,7 @@ def test_the_cast_itself_records_the_amax(rule):
         assert torch.equal(bits(state.view(torch.float32)), bits(plain.view(torch.float32))), odd
 
 
-def test_results_are_zeroed_many_at_a_time(monkeypatch):
+def test_result_buffers_are_zeroed_in_batches(monkeypatch):
     """Use each result once, in any autograd mode."""
     made, zeroed = [], triton_matrix._zeroed_results
     monkeypatch.setattr(triton_matrix, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
@@ -136,7 +136,7 @@ def test_results_are_zeroed_many_at_a_time(monkeypatch):
     assert len(made) == 3 and made[-1][1] == 1
 
 
-def test_a_weight_stored_as_scaled_fp16():
+def test_scaled_fp16_weight_is_cast():
     """Take scale and amax of the values."""
     stored = torch.tensor(2.0**-9)
     data = matrix(70, 140, torch.float16)
@@ -156,7 +156,7 @@ def test_a_weight_stored_as_scaled_fp16():
 
 @pytest.mark.parametrize("rows, columns", [(True, False), (False, True)])
 @pytest.mark.parametrize("x", [matrix(70, 140), matrix(140, 70).t()], ids=["by rows", "by columns"])
-def test_one_layout_alone(x, rows, columns):
+def test_single_layout_is_written(x, rows, columns):
     kept = slice(0, 2) if rows else slice(2, 4)
 
     def alone(made: Layouts) -> Layouts:
@@ -181,7 +181,7 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("view", STRIDES)
-def test_strides(view):
+def test_strided_operands_are_cast(view):
     x = STRIDES[view](matrix(50, 70))
     assert_same(triton_matrix.quantize(x, E4M3), expected_of(x, E4M3))
     assert_same(triton_blocks.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
@@ -189,7 +189,7 @@ def test_strides(view):
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_empty(shape):
+def test_empty_operand_is_cast(shape):
     x = torch.empty(shape, dtype=torch.bfloat16)
     for scale in (None, torch.tensor(4.0)):
         found = triton_matrix.quantize(x, E4M3, scale)
@@ -221,7 +221,7 @@ def test_amax_of_many_tiles(keep_nan, monkeypatch):
     [(E4M3, torch.bfloat16), (E4M3, torch.float16), (E5M2, torch.float32)],
     ids=lambda each: getattr(each, "name", str(each)),
 )
-def test_blocks(blocks, fmt, dtype):
+def test_block_casts_match_reference(blocks, fmt, dtype):
     """Cut squares at the edges; use amaxes from the smallest numbers to inf."""
     x = matrix(130, 150, dtype, low=-44, high=38)
     x[3, 3] = torch.inf
