@@ -80,7 +80,7 @@ def product(
         return (a.double() @ b.double().t() + (0 if c is None else c)).float()
     if c is None:
         return (_operator if torch.compiler.is_compiling() else _product)(a, b, name, fast_accumulation)
-    return _by_reference(a, b, CHIPS[name], fast_accumulation, c)
+    return by_reference(a, b, CHIPS[name], fast_accumulation, c)
 
 
 def name_of(chip: str) -> str:
@@ -98,7 +98,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: boo
     compiled = library().loaded() if a.device.type == "cpu" else None
     if compiled is None:  # rows by rows, for the memory of all products
         parts = zip(*(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True)
-        return torch.cat([_by_reference(rows, b, sums, fast_accumulation, c) for rows, c in parts])
+        return torch.cat([by_reference(rows, b, sums, fast_accumulation, c) for rows, c in parts])
     (a, a_values), (b, b_values) = ((x.contiguous(), _decoded(x.dtype)) for x in (a, b))
     pointers = (x.data_ptr() for x in (a, b, a_values, b_values, result))
     promotes = not fast_accumulation and not sums.adds_in_fp32
@@ -144,7 +144,7 @@ def _is_finite(codes: torch.Tensor) -> bool:
     return not magnitudes.numel() or int(magnitudes.max()) < (0x7F if codes.dtype == E4M3.dtype else 0x7C)
 
 
-def _by_reference(
+def by_reference(
     a: torch.Tensor, b: torch.Tensor, sums: Sums, fast_accumulation: bool, c: torch.Tensor
 ) -> torch.Tensor:
     if fast_accumulation or sums.adds_in_fp32:

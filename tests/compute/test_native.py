@@ -342,7 +342,8 @@ def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, token
     with GPURules(monkeypatch) as gpu:
         y = layer(x)
         y.sum().backward()
-    assert len(gpu.products) == 3
+    in_e5m2 = scaling == "blockwise" and fp8_format == "HYBRID"  # emulated: no GPU multiplies E5M2 in blocks of 128
+    assert len(gpu.products) == (1 if in_e5m2 else 3)
     # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with the bias, may fall
     # to the other side if the order of summation differs
     assert (y - here).abs().max() <= 2 * 2**-7 * here.abs().max()

@@ -36,7 +36,7 @@ def check(seen, sums, fast, slow):
         rows, columns = (torch.arange(0, len(x.codes), 23) for x in (a, b))
         codes = a.codes[rows], b.codes[columns]
         zeros = torch.zeros(len(rows), len(columns))
-        out = tensor_cores._by_reference(*codes, tensor_cores.CHIPS[sums], fast_accumulation, zeros)
+        out = tensor_cores.by_reference(*codes, tensor_cores.CHIPS[sums], fast_accumulation, zeros)
         if a.scale_inv.dim():
             out = (out * a.scale_inv[rows] * b.scale_inv[columns].t()).to(torch.bfloat16)
         else:
