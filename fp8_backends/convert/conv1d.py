@@ -71,6 +71,6 @@ def fp8_form(linear: type[nn.Linear]) -> type[nn.Module]:
 def __getattr__(name: str) -> Any:
     """Return the form of a pickle: its name there is the path of the Linear."""
     module, _, linear = name.rpartition("/")
-    if not module:
+    if module.partition("/")[0] != __name__.partition(".")[0]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return fp8_form(getattr(importlib.import_module(module.replace("/", ".")), linear))
