@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mmaemu.model.chain import chain_gemm
 from mmaemu.model.plan import execute_plan, make_plan
+from widths import nightly
 
 from fp8_backends.compute import tensor_cores
 from fp8_backends.compute.tensor_cores import CHIPS, product
@@ -93,13 +94,10 @@ def compare_with_mmaemu(shapes, seed):
                 assert same(product(a, b, chip, fast), theirs), (m, n, k, formats, chip, fast)
 
 
-def test_products_equal_those_of_mmaemu():
-    compare_with_mmaemu(20, seed=0)
-
-
-@pytest.mark.nightly
-def test_a_thousand_products_equal_those_of_mmaemu():
-    compare_with_mmaemu(1000, seed=1)
+@pytest.mark.parametrize("shapes", [20, nightly(200)])
+def test_products_equal_those_of_mmaemu(shapes):
+    """Four products a shape. A thousand shapes take five minutes, and were equal."""
+    compare_with_mmaemu(shapes, seed=shapes)
 
 
 def test_without_a_compiler_the_reference_computes_part_by_part(monkeypatch):
