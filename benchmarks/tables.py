@@ -168,8 +168,9 @@ def step(records: Records) -> str:
 
 
 def predicted(records: Records) -> str:
-    """Pair `ahead/predict.py`'s step on a GPU with the measured one, and with the first prediction."""
-    latest, first = records.get("ahead_H200"), records.get("ahead_H200_before")
+    """Pair `ahead/predict.py`'s step on a GPU with the measured one, with the first prediction, and with the one by
+    measured rates."""
+    latest, first, by_rates = map(records.get, ("ahead_H200", "ahead_H200_before", "ahead_H200_rates"))
     if latest is None:
         return "A step on a GPU: not yet predicted, and not yet measured."
     machine, asked = latest["machine"], latest["arguments"]
@@ -179,10 +180,16 @@ def predicted(records: Records) -> str:
     parts = [textwrap.fill(f"{title}{date.day} {date:%B %Y}):", 120)]
     was = first["ratios"] if first else {}
     measured = {what: target.value(records) for what, target in targets.PREDICTED.items()}
-    rows = [[what, was.get(what), ratio, measured.get(what)] for what, ratio in latest["ratios"].items()]
-    shares = [_share_of_a_copy(each) for each in (first, latest)]
+    now = by_rates["ratios"] if by_rates else {}
+    rows = [[what, was.get(what), ratio, now.get(what), measured.get(what)] for what, ratio in latest["ratios"].items()]
+    shares = [_share_of_a_copy(each) for each in (first, latest, by_rates)]
     rows.append(["optimizer of msamp:O2, bandwidth / a copy's", *shares, targets.ON_GPU[7].value(records)])
-    parts.append(rst(["ratio", "*predicted* at first", "*predicted*", "measured"], rows))
+    parts.append(rst(["ratio", "*predicted* at first", "*predicted*", "by measured rates", "measured"], rows))
+    if by_rates and "step_8b_gpu" in records:
+        parts.append("Tokens a second of compiled steps, predicted before any measurement and by measured rates:")
+        parts.append(_errors_of_predictions(latest, by_rates, records["step_8b_gpu"]))
+    if "quantize_gpu" in records and "optimizer_gpu" in records:
+        parts += _misses_of_bandwidth(records, shares[1])
     parts.append("Milliseconds of a step, predicted:")
     names = list(dict.fromkeys(line["what"] for each in latest["results"] for line in each["lines"]))
     spent = [{line["what"]: line["seconds"] * 1e3 for line in each["lines"]} for each in latest["results"]]
@@ -197,6 +204,45 @@ def predicted(records: Records) -> str:
     if "step_8b_gpu" not in records:
         parts.append("The same on a GPU: not yet measured.")
     return "\n\n".join(parts)
+
+
+def _errors_of_predictions(blind: dict, by_rates: dict, step: dict) -> str:
+    predictions = [
+        {each["backend"]: each["tokens_per_second"] for each in record["results"]} for record in (blind, by_rates)
+    ]
+    rows = []
+    for each in step["results"]:
+        backend = "torchao" if each["backend"] == "ao:tensorwise" else each["backend"]  # the same code
+        if each["form"] != "compiled" or any(backend not in found for found in predictions):
+            continue
+        measured, row = each["tokens_per_second"], [quoted(each["backend"])]
+        for found in predictions:
+            row += [round(found[backend]), percent(found[backend] / measured - 1)]
+        rows.append([*row, round(measured)])
+    return rst(["backend", "*predicted*", "error", "by measured rates", "error", "measured"], rows)
+
+
+ASSUMED_OF_A_COPY = 0.9
+"""`ahead/roofline.py`'s share of a copy's bandwidth reached by kernels."""
+
+
+def _misses_of_bandwidth(records: Records, optimizer: float | None) -> list[str]:
+    """Compare the assumed share of a copy's bandwidth with measured kernels, and the optimizer's predicted one."""
+    found: dict[str, list[float]] = {}
+    for each in records["quantize_gpu"]["kernels"]:
+        found.setdefault(each["kernel"], []).append(each["share_of_copy"])
+    del found["copy"]
+    shares = {each["step"]: each["copy_share"] for each in records["optimizer_gpu"]["results"] if "copy_share" in each}
+    found |= {f"optimizer, {step}": [shares[step]] for step in ("torch fused, FP32", "O2") if step in shares}
+    rows, missed = [], []
+    for kernel, measured in found.items():
+        predicted = optimizer if kernel == "optimizer, O2" and optimizer else ASSUMED_OF_A_COPY
+        miss = max((each - predicted for each in measured), key=abs)
+        ends = dict.fromkeys(percent(each, sign=False) for each in (min(measured), max(measured)))
+        rows.append([kernel, percent(predicted, sign=False), " to ".join(ends), f"{100 * miss:+.0f} points"])
+        missed += [kernel] * (abs(miss) > 0.05)
+    text = f"Bandwidth over a copy's. {len(missed)} of {len(rows)} predictions miss by more than 5 points:"
+    return [text, rst(["kernel", "*predicted*", "measured", "largest miss"], rows)]
 
 
 def _share_of_a_copy(record: dict | None) -> float | None:

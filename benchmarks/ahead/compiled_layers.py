@@ -100,8 +100,8 @@ def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
         "products": [each._asdict() for each in products],
         "other_calls": [name for code in codes for name in code.other_calls],
         "seconds": {
-            "products": sum(roofline.of_product(each, chip) for each in products),
-            "attention": sum(roofline.of_attention(each, chip) for code in codes for each in code.attentions),
+            "products": sum(roofline.of_product(each) for each in products),
+            "attention": sum(roofline.of_attention(each) for code in codes for each in code.attentions),
             "kernels": sum(roofline.of_generated(each, chip, machine_code) for each in kernels),
         },
     }
@@ -131,7 +131,7 @@ def outside_of_layers(found: outside.Recorder, chip: machine.Chip) -> dict:
         "bytes": sum(size for _, size in found.kernels),
         "products": [each._asdict() for each in found.products],
         "seconds": {
-            "products": sum(roofline.of_product(each, chip) for each in found.products),
+            "products": sum(roofline.of_product(each) for each in found.products),
             "kernels": sum(roofline.of_bytes(size, chip) for _, size in found.kernels),
         },
     }

@@ -29,10 +29,8 @@ class Product(NamedTuple):
     """Dtype of the operands."""
     out_dtype: str
     fast_accumulation: bool
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.k * self.n
+    rowwise: bool = False
+    """Scaled by one factor for each row of the first operand."""
 
 
 class Attention(NamedTuple):
@@ -127,8 +125,18 @@ def _product(name: str, node: torch.fx.Node) -> Product:
     a, b = tensors[1:3] if name.startswith(("addmm", "baddbmm")) else tensors[:2]
     batch = a.shape[0] if a.dim() == 3 else 1
     out = node.meta["val"]
-    fast = bool(_told(node).get("use_fast_accum"))
-    return Product(name, batch * a.shape[-2], a.shape[-1], b.shape[-1], _short(a.dtype), _short(out.dtype), fast)
+    told, m = _told(node), batch * a.shape[-2]
+    scale = told["scale_a"].meta["val"] if isinstance(told.get("scale_a"), torch.fx.Node) else None
+    return Product(
+        name,
+        m,
+        a.shape[-1],
+        b.shape[-1],
+        _short(a.dtype),
+        _short(out.dtype),
+        fast_accumulation=bool(told.get("use_fast_accum")),
+        rowwise=scale is not None and scale.numel() == m,
+    )
 
 
 def _attention(name: str, node: torch.fx.Node) -> Attention:

@@ -19,18 +19,12 @@ from torch._guards import active_fake_mode
 
 
 class Chip(NamedTuple):
-    """Describe a chip for the prediction. Rates are per second."""
+    """Describe a chip for the prediction. `rates` has the rates of products."""
 
     name: str
     gib: int
     copy: float
-    """Bandwidth of a copy in memory: bytes read plus written. Measured."""
-    bf16: float
-    """FLOP of large bf16 products. Measured."""
-    fp8_fast: float
-    """FLOP of FP8 products with fast accumulation. Assumed."""
-    fp8: float
-    """The same with partial sums in FP32. Assumed."""
+    """Bandwidth of a copy in memory, bytes read plus written per second. Measured."""
     multiprocessors: int = 132
     clock: float = 1.70e9
     """Cycles under load."""
@@ -65,8 +59,8 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "H200": Chip("NVIDIA H200", 141, 4.3e12, 790e12, 1.30e15, 1.15e15),
-    "H100": Chip("NVIDIA H100", 80, 3.0e12, 790e12, 1.30e15, 1.15e15),
+    "H200": Chip("NVIDIA H200", 141, 4.18e12),
+    "H100": Chip("NVIDIA H100", 80, 3.0e12),
 }
 
 

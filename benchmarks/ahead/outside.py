@@ -72,7 +72,8 @@ class Recorder(TorchDispatchMode):
     def _scaled_product(self, a, b, out_dtype: torch.dtype, fast_accumulation: bool = False) -> torch.Tensor:
         (m, k), n = a.codes.shape, b.codes.shape[0]
         dtype, out = (str(each).removeprefix("torch.") for each in (a.codes.dtype, out_dtype))
-        self.products.append(Product("_scaled_mm", m, k, n, dtype, out, fast_accumulation))
+        rowwise = a.scale_inv.numel() == m
+        self.products.append(Product("_scaled_mm", m, k, n, dtype, out, fast_accumulation, rowwise))
         return a.codes.new_empty(m, n, dtype=out_dtype)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

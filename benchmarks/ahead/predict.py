@@ -1,7 +1,7 @@
 """Predict a training step on an H100 or H200, in bf16, with TorchAO and with this package, on a machine without a GPU,
 by tracing the package.
 
-    predict.py --json benchmarks/results/ahead_H200.json
+    predict.py --json benchmarks/results/ahead_H200_rates.json
     predict.py --backends "native:dynamic?amax_history_len=16,bf16" --tokens 4096 --chip H100
 
 It runs by the Python of an environment with PyTorch's build for CUDA. Every backend is traced in a separate process,
@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+import rates  # noqa: E402
 import whole_step  # noqa: E402
 from machine import CHIPS  # noqa: E402
 from measuring import table, write_json  # noqa: E402
@@ -137,6 +138,7 @@ def main() -> None:
     if known and known["arguments"] != told:
         raise SystemExit(f"{file.name} is of {known['arguments']}: name another file")
     record = {"question": "a training step, predicted", "arguments": told, "chip": CHIPS[arguments.chip]._asdict()}
+    record["rates"] = rates.curves()
 
     def keep(found: dict) -> None:
         record.update(found)

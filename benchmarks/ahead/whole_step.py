@@ -60,10 +60,10 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
     calls = layers * len(traced["layer"]["other_calls"])
     notes = [Line("notes of the layers", calls * LAUNCHES_OF_A_NOTE * roofline.of_bytes(0, chip), "their launches")]
     return [
-        Line("products of the layers", layers * layer["products"], "operations over the assumed rates"),
-        Line("attention", layers * layer["attention"], "operations over assumed shares of the bf16 rate"),
+        Line("products of the layers", layers * layer["products"], "operations over rates measured by shape"),
+        Line("attention", layers * layer["attention"], "operations over assumed rates"),
         Line("other kernels of the layers", layers * layer["kernels"], "Inductor's code: bytes and instructions"),
-        Line("head's products", outside["products"], "operations over the measured bf16 rate, or FP8's"),
+        Line("head's products", outside["products"], "operations over rates measured by shape"),
         Line("embedding, norm, loss", outside["kernels"], "bytes of PyTorch's operators"),
         Line(
             "optimizer",

@@ -2,7 +2,7 @@
 # On one Hopper GPU, in at most 9 minutes a call: what FP8 costs and saves against bf16 in the same run, as shares of
 # what the chip can do.
 #   benchmarks/gpu/run.sh --out DIR                   first, then speed (the default)
-#   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 6 minutes: a quick check, and tokens a second
+#   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 5 minutes: a quick check, and tokens a second
 #                                                     and peak memory of each backend, beside what was predicted
 #   benchmarks/gpu/run.sh --out DIR --only speed      every further question of speed
 #   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
@@ -76,7 +76,14 @@ if [ -z "$list" ]; then
     unpacked=$(mktemp -d)
     trap 'rm -rf "$unpacked"' EXIT
     echo "== unpacking .te"
-    unpack "$unpacked" && export PYTHONPATH="$unpacked:$PYTHONPATH" NVTE_DISABLE_NVRTC=1
+    # TransformerEngine's norms are compiled by NVRTC: NVTE_DISABLE_NVRTC=1 leaves them without a kernel
+    unpack "$unpacked" && export PYTHONPATH="$unpacked:$PYTHONPATH"
+    # PyTorch's own cuDNN first: another copy on the system makes TransformerEngine's import fail
+    ours=$("$python" -c "
+import glob, os, torch
+site = os.path.dirname(os.path.dirname(torch.__file__))
+print(':'.join(path for name in ('cudnn', 'cu13') for path in glob.glob(f'{site}/nvidia/{name}/lib')))" | tail -1)
+    [ -n "$ours" ] && export LD_LIBRARY_PATH="$ours${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   fi
   gpus=$("$python" -c "import torch; print(max(1, torch.cuda.device_count()))")
   if [ -n "$cpu" ]; then
@@ -105,17 +112,17 @@ both=$(on eager,compiled "${FORMS:-eager,compiled}")
 layers=native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao
 
 # first: is it right, and what does a step cost?
-part first 75 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
-part first 30 "$python" "$here/gpu/sums.py" $(on "" "--device cpu --depths 32") --out "$out"
-part first 40 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
-part first 195 "$python" "$here/step.py" --forms $(on compiled,eager "${FORMS:-compiled,eager}") $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
+part first 60 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
+part first 15 "$python" "$here/gpu/sums.py" $(on "" "--device cpu --depths 32") --out "$out"
+part first 25 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
+part first 150 "$python" "$here/step.py" --forms $(on compiled,eager "${FORMS:-compiled,eager}") $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
 part first 10 "$python" "$here/ahead/beside.py" "$out/step_8b_gpu.json"
 
 # speed: what else does it cost, and how near is it to what the chip can do?
-part speed 110 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
-part speed 25 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
+part speed 100 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
+part speed 20 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
 part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2 --levels O1;O2;O4") --json "$out/optimizer_gpu.json"
-part speed 40 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
+part speed 55 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
 part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
 deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
 part speed 10 "$python" "$here/targets.py" --on gpu "$out"
