@@ -44,6 +44,8 @@ class GPURules(TorchDispatchMode):
         with FakeTensorMode():
             out = func(*tree_map(as_cuda, args), **tree_map(as_cuda, kwargs))
         a, b, scale_a = args[0], args[1], args[2]
+        # "TN": the one layout of FP8 products on Hopper, and of MXFP8 ones on compute capability 12 before cuBLAS 13.6
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert not a.dtype == b.dtype == torch.float8_e5m2
         if func is BLOCK_SCALED_MM and ScalingType(args[3][0]) != ScalingType.BlockWise1x32:
             assert a.dtype == b.dtype == torch.float8_e4m3fn  # as an H200 and torch 2.11 require

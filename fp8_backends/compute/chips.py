@@ -1,8 +1,10 @@
 """All facts about chips: the backends that multiply FP8 matrices on each, and the precision to train in.
 
-Sources: TransformerEngine's own rules (`is_fp8_available` and so on, version 2.20); the operands of `torch._scaled_mm`
-and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions, and for Ada reports of FP8 without
-speed (TransformerEngine issue 972, torchtitan issue 548).
+Sources: an H200 (MEASURED); TransformerEngine's own rules (`is_fp8_available` and so on, version 2.20); the operands of
+`torch._scaled_mm` and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions; and reports: FP8
+without speed on Ada (TransformerEngine issue 972, torchtitan issue 548); rates of instructions on compute capability 12
+(flashinfer issue 3628), MXFP8 there (TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch issue
+192707; PR 161236, in the binary of torch 2.11); rowwise on Ada and Windows (FreeToken PR 243, PyTorch issue 177651).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -17,9 +19,14 @@ FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
 
 MEANING = {
     FP8: "FP8 matrix units make the products",
-    EMULATED: "the same numbers by bf16 or FP32 products, slower than bf16: for checking a recipe",
+    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums (sums=... has a chip's), slower than bf16: for "
+    "checking a recipe",
     REFUSED: "an error when a model is prepared",
 }
+MEASURED = (
+    "measured on an H200 with torch 2.11.0 and CUDA 13.0: at 9.0 native, msamp and ao:tensorwise (training steps), and "
+    "te:delayed, te:dynamic and te:blockwise (te.Linear of 2.20.2); all other cells follow libraries' rules and reports"
+)
 
 
 class Advice(NamedTuple):
@@ -64,6 +71,10 @@ _UNCERTAIN = Advice(
     "it has FP8 products, and reports say that they bring little or no speed there: compare first (fp8-backends "
     "compare); msamp:O2 saves memory in any case",
 )
+_MXFP8 = _UNCERTAIN._replace(
+    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce halves the rate of FP32 "
+    "sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 102, MXFP8 202 TFLOP/s)"
+)
 _NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
 _TORCHAO = Advice(
     "fp8", "ao:tensorwise", f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}"
@@ -75,7 +86,7 @@ CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
     Chip("ada", "8.9", "L4, L40S, RTX 40", (8, 9), advice=_UNCERTAIN),
     Chip("hopper", "9.0", "H100, H200", (9, 0), advice=_NATIVE, te_backend="te:delayed", grouped_products=True),
     Chip("blackwell", "10, 11", "B200, B300, Thor", (10, 0), advice=_NATIVE, te_backend="te:mxfp8"),
-    Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10", (12, 0), advice=_UNCERTAIN),
+    Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10", (12, 0), advice=_MXFP8),
     Chip("mi300", "MI300", "gfx94", architecture="gfx94", advice=_TORCHAO),
     Chip("mi350", "MI350", "gfx95", architecture="gfx95", advice=_NATIVE),
 )
@@ -136,13 +147,13 @@ _CPUS = {
     True: Advice(
         "bf16",
         "",
-        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's numbers here, and is "
+        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's casts here, and is "
         "slower than bf16",
     ),
     False: Advice(
         "fp32",
         "",
-        "no GPU, and a CPU without bf16 products: for debugging; FP8 and bf16 have a GPU's numbers here, and are "
+        "no GPU, and a CPU without bf16 products: for debugging; FP8 has a GPU's casts here, and FP8 and bf16 are "
         "slower than FP32",
     ),
 }
@@ -156,8 +167,8 @@ def chip_of(gpu: tuple[int, int] | str) -> Chip:
     return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
 
 
-NATIVE_RECORDS: tuple[str, ...] = ()
-"""Keys of the CHIPS with a correct training by native on record in benchmarks/results. None yet."""
+NATIVE_RECORDS: tuple[str, ...] = ("hopper",)
+"""Keys of the CHIPS with a correct training by native on record in benchmarks/results (`step_1b_gpu.json`)."""
 
 
 class Choice(NamedTuple):
@@ -167,14 +178,17 @@ class Choice(NamedTuple):
     reason: str
 
 
-def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True) -> Choice:
+def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True) -> Choice:
     """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
+    is_recorded = chip.key in NATIVE_RECORDS
     if not chip.fp8:
-        return Choice("native", "no FP8 products in hardware here; native has the numbers that it has on a GPU")
+        return Choice("native", "no FP8 products in hardware here; native has a GPU's casts")
     if te_runs:
         return Choice("te", "TransformerEngine runs here")
-    if chip.key in NATIVE_RECORDS:
+    if is_recorded and native_runs:
         return Choice("native", f"trainings by native on chips of this kind ({chip.title}) are on record")
+    if ao_runs and is_recorded:
+        return Choice("ao", "TorchAO reads the given fields, and native does not")
     if ao_runs:
         return Choice(
             "ao", f"no training by native on chips of this kind ({chip.title}) is on record yet; many use TorchAO there"
@@ -234,15 +248,33 @@ NOTES = {
         f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
         "with an older one use te:dynamic, or native:blockwise (emulated then)",
     ),
+    "block-e4m3": Note(
+        f"PyTorch multiplies E4M3 in blocks of 128, from CUDA {release(_BLOCK_CUDA)} on",
+        "with an older CUDA, and for E5M2 gradients (fp8_format='HYBRID'), products are emulated",
+    ),
     "block-blackwell": Note(
         "TransformerEngine makes these products as MXFP8 ones", "their scales are powers of two, its default"
     ),
     "mxfp8": Note(
-        "MXFP8 products are on compute capability 10 and 11 only",
-        "use te:dynamic or te:blockwise, or native:mxfp8 (emulated)",
+        "TransformerEngine multiplies MXFP8 on compute capability 10 and 11 only",
+        "use te:dynamic or te:blockwise, or native:mxfp8 (emulated before 10)",
     ),
     "mxfp8-cuda": Note(
         f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer", "with an older one they are emulated"
+    ),
+    "mxfp8-rtx": Note(
+        "reported, not measured: MXFP8 products on an RTX 5060 Ti (3.2 times bf16's speed) and 5080, in the layout of "
+        "native, with torch 2.14 for CUDA 13.0",
+        "with an older PyTorch they are emulated",
+    ),
+    "rowwise-ada": Note(
+        "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and Windows has none",
+        "with an older torch avoid CUDA graphs and side streams, or use one scale a tensor (native:dynamic)",
+    ),
+    "rowwise-rtx": Note(
+        "reported: torch 2.10 refuses rowwise products on compute capability 12, and Windows has none; torch 2.11 has "
+        "other kernels for them, not measured here",
+        "where they fail use one scale a tensor (native:dynamic)",
     ),
     "fnuz": Note(
         "MI300 multiplies FP8 codes of a kind of its own (fnuz)",
@@ -264,15 +296,20 @@ class Cell(NamedTuple):
     cuda: tuple[int, int] | None = None
     """The oldest CUDA release of PyTorch for `state`; older ones have `without`."""
     without: State = REFUSED
+    torch: tuple[int, int] = (0, 0)
+    """The oldest PyTorch for `state`."""
 
-    def state_with(self, cuda: tuple[int, int] | None) -> State:
-        """Return the state with a PyTorch for that release of CUDA. None: new enough, or not CUDA."""
-        return self.without if self.cuda is not None and cuda is not None and cuda < self.cuda else self.state
+    def state_with(self, cuda: tuple[int, int] | None = None, torch: tuple[int, int] | None = None) -> State:
+        """Return the state with a release of PyTorch for a release of CUDA. None: new enough, or not CUDA."""
+        is_old = (cuda or self.cuda or ()) < (self.cuda or ()) or (torch or self.torch) < self.torch
+        return self.without if is_old else self.state
 
 
 _NO_TE, _OLD, _NO_MX = Cell(REFUSED, "te-nvidia"), Cell(REFUSED, "te-8.9"), Cell(REFUSED, "mxfp8")
 _YES, _EMULATED, _FNUZ = Cell(FP8), Cell(EMULATED), Cell(FP8, "fnuz")
 _ADA = Cell(FP8, "ada", _ADA_CUDA)
+_RTX_MX = Cell(FP8, "mxfp8-rtx", (13, 0), EMULATED, (2, 14))
+_ROWS_ADA, _ROWS_RTX = Cell(FP8, "rowwise-ada"), Cell(FP8, "rowwise-rtx")
 _BLOCKS, _AS_MX = Cell(FP8, "block-cuda", _BLOCK_CUDA), Cell(FP8, "block-blackwell", _BLOCK_CUDA)
 
 # fmt: off
@@ -287,13 +324,15 @@ _ROWS = {
     ("ao:tensorwise",):
         (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES),
     ("ao:rowwise", "ao:rowwise_with_gw_hp"):
-        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES),
-    ("native:dynamic", "native:delayed", "native:rowwise", "native:window", "msamp"):
+        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _ROWS_ADA, _YES, _YES, _ROWS_RTX, _FNUZ, _YES),
+    ("native:dynamic", "native:delayed", "native:window", "msamp"):
         (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(EMULATED, "fnuz"), _YES),
+    ("native:rowwise",):
+        (_EMULATED, _EMULATED, _ROWS_ADA, _YES, _YES, _ROWS_RTX, Cell(EMULATED, "fnuz"), _YES),
     ("native:blockwise",):
-        (_EMULATED, _EMULATED, _EMULATED, _BLOCKS._replace(without=EMULATED), *[_EMULATED] * 4),
+        (_EMULATED, _EMULATED, _EMULATED, Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED), *[_EMULATED] * 4),
     ("native:mxfp8",):
-        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), *[_EMULATED] * 3),
+        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), _RTX_MX, *[_EMULATED] * 2),
 }
 # fmt: on
 TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _ROWS.items()}
@@ -305,11 +344,11 @@ def cell_of(backend: str, chip: Chip) -> Cell | None:
     return next((cells[chip] for backends, cells in TABLE.items() if backend in backends), None)
 
 
-def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return a chip and every backend's products on it, with a PyTorch for that release of CUDA (None: new enough)."""
+def described(chip: Chip, *releases: tuple[int, int] | None) -> dict[str, Any]:
+    """Return a chip and every backend's products on it, with these releases of CUDA and PyTorch (none: new enough)."""
     products = []
     for backends, cells in TABLE.items():
-        state, reason = cells[chip].state_with(cuda), str(NOTES.get(cells[chip].note, ""))
+        state, reason = cells[chip].state_with(*releases), str(NOTES.get(cells[chip].note, ""))
         install = f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
         products.append({"backends": backends, "state": state, "reason": reason, "install": install})
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
@@ -337,4 +376,4 @@ def rows() -> list[list[str]]:
 def legend() -> list[str]:
     examples = "; ".join(f"{chip.title}: {chip.examples}" for chip in CHIPS)
     states = "; ".join(f"{SHORT[state]}: {meaning}" for state, meaning in MEANING.items())
-    return [f"columns are CUDA compute capabilities and AMD's chips ({examples})", states]
+    return [f"columns are CUDA compute capabilities and AMD's chips ({examples})", states, MEASURED]

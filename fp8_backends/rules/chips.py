@@ -26,7 +26,7 @@ CHIP_RULES = (
     warning(
         "no_fp8_hardware",
         lambda s: not s.machine.chip.fp8 and (_emulated_or_refused(s) or True),
-        "no FP8 hardware here: FP8 products are made by other means, with the same numbers and slower than bf16",
+        "no FP8 hardware here: bf16 or FP32 products of the same codes stand in for FP8 ones, slower than bf16",
         'train with mixed_precision="bf16" for speed; FP8 here is for checking a recipe',
     ),
     warning(

@@ -111,8 +111,8 @@ class Setup:
 
     @property
     def state(self) -> chips.State | None:
-        """The same with the machine's CUDA release: "FP8", "emulated" or "refused"."""
-        return self.cell and self.cell.state_with(self.machine.cuda)
+        """The same with the machine's CUDA and PyTorch, unless new enough: "FP8", "emulated" or "refused"."""
+        return self.cell and self.cell.state_with(self.machine.cuda, self.machine.cuda and self.machine.torch)
 
 
 class Rule(NamedTuple):

@@ -91,7 +91,7 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         "auto": registry.auto_choice()._asdict(),
         "backends": backends,
         "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
-        "chip": chips.described(hardware.chip(), hardware.cuda_release()),
+        "chip": chips.described(hardware.chip(), hardware.cuda_release(), hardware.torch_release()),
     }
 
 

@@ -63,15 +63,17 @@ NATIVE = {
     ((10, 0), "13.0"): ("scaled_mm", "emulated", "scaled_mm"),
     ((10, 0), "12.6"): ("scaled_mm", "emulated", "emulated"),
     ((10, 3), "12.8"): ("scaled_mm", "emulated", "scaled_mm"),
-    ((12, 0), "13.0"): ("scaled_mm", "emulated", "emulated"),
+    ((12, 0), "13.0"): ("scaled_mm", "emulated", "scaled_mm"),
+    ((12, 1), "12.9"): ("scaled_mm", "emulated", "emulated"),
     ("gfx942:sramecc+", None): ("emulated", "emulated", "emulated"),
     ("gfx950", None): ("scaled_mm", "emulated", "emulated"),
 }
 
 
 @pytest.mark.parametrize(("gpu", "cuda"), NATIVE)
-def test_native_uses_the_fp8_products_of_the_gpu(gpu, cuda, gpus):
+def test_native_uses_the_fp8_products_of_the_gpu(gpu, cuda, gpus, monkeypatch):
     gpus(gpu, cuda=cuda)
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
     device, bf16 = torch.device("cuda", 0), torch.bfloat16
     engines = tuple(engine_for(device, bf16, scaling) for scaling in ("dynamic", "blockwise", "mxfp8"))
     assert engines == NATIVE[gpu, cuda]

@@ -165,8 +165,11 @@ def test_auto_reports_its_choice_on_a_gpu_in_one_line(recorded, name, monkeypatc
 
 
 def test_auto_chooses_a_compute_reading_the_fields(monkeypatch):
-    """Fields read only by native select native, even for chips without a recorded native training."""
+    """Fields read only by native select native, even without a recorded native training; fields only of ao, ao."""
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
+    assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "native:rowwise"
+    assert resolve(FP8RecipeKwargs(scaling="rowwise_with_gw_hp")).name == "ao:rowwise_with_gw_hp"
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.BLACKWELL)
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))

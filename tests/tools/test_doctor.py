@@ -270,7 +270,7 @@ def test_different_gpus_are_listed_and_weakest_decides(monkeypatch, tmp_path, ca
     gpus(monkeypatch, ("H100", (9, 0)))  # as CUDA_VISIBLE_DEVICES=0 shows
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
-    assert "train in FP8 (ao:tensorwise)" in printed and "auto      means ao here: no training by native" in printed
+    assert "train in FP8 (native:dynamic)" in printed and "auto      means native here: trainings by native" in printed
 
 
 def test_rules_refused_by_the_chip_are_not_tested(monkeypatch):

@@ -134,6 +134,10 @@ def test_advice_names_chips_and_models_without_speed():
 
 def test_advice_names_the_choice_of_auto():
     (line,) = auto_advice(device_named("h100"))
+    assert line.startswith(
+        "without TransformerEngine auto means native there: trainings by native on chips of this kind"
+    )
+    (line,) = auto_advice(device_named("b200"))
     assert line.startswith("without TransformerEngine auto means ao there: no training by native")
     assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []
 

@@ -73,7 +73,7 @@ class NativeCompute(Compute):
         layer = next(filter(self.is_converted, root.modules()), None)
         if layer is not None and self.engine(layer) == EMULATED:
             logger.warning(
-                "FP8 products of %s are emulated on %s: same numbers, no speed; bf16 is faster",
+                "FP8 products of %s are emulated on %s: same casts, no speed; bf16 is faster",
                 recipe.name,
                 layer.weight.device,
             )

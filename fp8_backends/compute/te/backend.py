@@ -35,7 +35,7 @@ REINSTALL = (
     "reinstall TransformerEngine for this PyTorch and CUDA, as "
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/installation.html describes"
 )
-_INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
+_INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same codes"
 
 _BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
 """Block shapes of activations and gradients, and of weights."""
