@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,7 +17,7 @@ from torch import nn
 
 from . import preparation
 from .compute import hardware, registry
-from .convert import conversion
+from .convert import conversion, features
 from .convert.conversion import Prepared
 from .convert.first_step import WorkMeter
 from .convert.weight_products import FP8, find_weight_products
@@ -270,11 +270,15 @@ class Advice:
     not_counted: list[str]
     min_flops_share: float
     passes: int = 0
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """`tensor_cores.sum_lost` with and without fast accumulation, of layers that lose more by it than by casts."""
+    slow: Trial | None = None
+    """These layers without fast accumulation: advised even if the gap stays, as on a machine without such sums."""
 
     @property
     def recipe(self) -> Recipe:
         """The recipe to train with: as advised, or as given if no change helps."""
-        return (self.chosen or self.given).recipe
+        return (self.chosen or self.slow or self.given).recipe
 
     @property
     def best(self) -> Trial:
@@ -284,10 +288,15 @@ class Advice:
     @property
     def verdict(self) -> str:
         if self.chosen is not None:
+            changes = [self.chosen.change]
+            if self.slow not in (None, self.chosen) and self.chosen.recipe.fast_accumulation is not True:
+                changes.insert(0, self.slow.change)
             return (
-                f"{self.chosen.change}: {self._ratio(self.chosen)} of the gap, with {share(self.chosen.kept)} of the "
+                f"{'; '.join(changes)}: {self._ratio(self.chosen)} of the gap, with {share(self.chosen.kept)} of the "
                 "FLOPs in FP8 kept there"
             )
+        if self.slow is not None and self.slow.gap <= BROKEN:
+            return f"{self.slow.change}: {self._ratio(self.slow)} of the gap; no further change halves it"
         if self.floor.gap > TARGET * self.given.gap:
             return f"keep the recipe: more than half of the gap is {self.around}'s own, and stays without any FP8"
         keep = f"train in {self.around}" if self.given.gap > BROKEN else "keep the recipe"
@@ -302,7 +311,7 @@ class Advice:
         """Return everything as plain values, non-finite numbers as None."""
         return {
             "verdict": self.verdict,
-            "advised": self.chosen is not None,
+            "advised": (self.chosen or self.slow) is not None,
             "recipe": self.recipe.to_dict(),
             "around": self.around,
             "floor": finite(self.floor._asdict()),
@@ -320,6 +329,7 @@ class Advice:
                 }
                 for trial in self.trials
             ],
+            "sums": {name: {"lost": lost, "without": without} for name, (lost, without) in self.sums.items()},
             "alone": [{**group._asdict(), "gap": finite(group.gap)} for group in self.alone],
         }
 
@@ -344,6 +354,8 @@ class Advice:
         if singles:
             gaps = ", ".join(f"{group.names[0]} {group.gap:.3g}" for group in singles[:SHOWN])
             lines.append(f"gap of one layer alone in FP8: {gaps}")
+        for name, (lost, without) in list(self.sums.items())[:SHOWN]:
+            lines.append(f"sums lost in {name}: {share(lost)}, without fast accumulation {share(max(0.0, without))}")
         if self.not_counted:
             lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
         return lines
@@ -424,13 +436,28 @@ class _Search:
         self.given = self._measured("as given", recipe, work, prepared)
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
+        found = features.run(
+            "sums_lost", work, prepared, lambda: list(gap._gradients(work, gap.around, gap.batches[:1]))
+        )
+        self.sums = found[0] if found else {}
+        self.slow = self._without_fast_accumulation() if self.sums and self.remaining else None
+        self.start = self.slow or self.given
+        """Further changes start from here."""
 
     def advice(self) -> Advice:
-        gap, chosen = self.gap, None
-        if gap.floor.gap <= TARGET * self.given.gap:
+        gap, chosen = self.gap, self.slow if self.slow and self._helps(self.slow) else None
+        if chosen is None and gap.floor.gap <= TARGET * self.given.gap:
             chosen = self._without_layers() or next(filter(self._helps, self._scalings()), None)
         facts = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
-        return Advice(*facts, passes=gap.passes)
+        return Advice(*facts, gap.passes, self.sums, self.slow)
+
+    def _without_fast_accumulation(self) -> Trial | None:
+        recipe, names = self.given.recipe, list(self.sums)
+        before = () if recipe.fast_accumulation is True else recipe.fast_accumulation
+        slow = [*before, *names] if all(names) else False  # the root has no name
+        changed = resolve({**_fields(recipe), "backend": recipe.name, "fast_accumulation": slow})
+        trial = self._try(f"fast accumulation off in {together(names)}", changed)
+        return None if trial.why_not else trial
 
     def _helps(self, trial: Trial) -> bool:
         return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
@@ -455,7 +482,7 @@ class _Search:
 
     def _scalings(self) -> Iterator[Trial]:
         """Try the backend's other scaling rules, except those that do not run here or are emulated."""
-        given = self.given.recipe
+        given = self.start.recipe
         findings_before = {finding.rule for finding in validate(given)}
         for scaling in registry.get_compute(given.compute).scalings:
             if scaling == given.scaling or not self.remaining:
@@ -478,7 +505,7 @@ class _Search:
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
             return None
-        recipe, groups = self.given.recipe, [Alone(tuple(self.layers), self.given.gap)]
+        recipe, groups = self.start.recipe, [Alone(tuple(self.layers), self.start.gap)]
         while self.remaining and (worst := self._most_erring(groups, budget)):
             coarse = next((group for group in worst if len(group.names) > 1), None)
             if coarse is not None:
@@ -525,7 +552,10 @@ class _Search:
 
 
 def without(recipe: Recipe, names: Sequence[str]) -> Recipe:
-    return resolve({**_fields(recipe), "backend": recipe.name, "exclude": [*(recipe.exclude or ()), *names]})
+    fields = {**_fields(recipe), "backend": recipe.name, "exclude": [*(recipe.exclude or ()), *names]}
+    if not isinstance(slow := recipe.fast_accumulation, bool):  # a pattern must match a layer in FP8
+        fields["fast_accumulation"] = [pattern for pattern in slow if pattern not in names] or True
+    return resolve(fields)
 
 
 def with_scaling(recipe: Recipe, scaling: str) -> Recipe:

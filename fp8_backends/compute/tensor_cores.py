@@ -83,6 +83,13 @@ def product(
     return by_reference(a, b, CHIPS[name], fast_accumulation, c)
 
 
+def sum_lost(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> float:
+    """Return the share of exact sums lost by a chip: 1 - sum(chip's * sign(exact)) / sum(|exact|), over the elements of
+    a @ b.T. Errors of both signs cancel, sums drawn to zero add up. Negative for a gain; NaN for sums of zero."""
+    sums, exact = product(a, b, chip, fast_accumulation).double(), a.double() @ b.double().t()
+    return 1 - ((sums * exact.sign()).sum() / exact.abs().sum()).item()
+
+
 def name_of(chip: str) -> str:
     """Return the key of CHIPS of a chip, or "exact"."""
     name = chip.lower().replace(" ", "").replace("-", "").replace("_", "")

@@ -19,6 +19,8 @@ from ..kernels.rounding import decoded
 
 SAMPLED = 2**16
 """Approximate number of counted elements: rows spread over a larger tensor."""
+ROWS = 8
+"""Rows of an operand for the sums of its product."""
 BINADES = 40
 """Bins of a histogram of exponents. E5M2 has 32 binades; the last bin takes the lowest ones of FP16."""
 
@@ -158,6 +160,18 @@ def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torc
     )
 
 
+@torch.no_grad()
+def codes_of_rows(cast: Cast) -> torch.Tensor:
+    """Return the codes of up to ROWS rows, spread over a cast with one scale or one a row."""
+    chosen = _spread(len(cast.values), max(1, len(cast.values) // ROWS), cast.values.device)[:ROWS]
+    if cast.codes is not None:
+        return cast.codes.view(torch.uint8).index_select(0, chosen).view(cast.codes.dtype)
+    values = cast.values.index_select(0, chosen)
+    if cast.blocks is not None:
+        return cast.blocks.quantize(values, cast.fmt).codes
+    return saturating_cast(values.float() * cast.scale, cast.fmt)
+
+
 def clipped_above(fmt: Format) -> float:
     """Return the scaled magnitude above which a cast clips: half a step beyond the format's largest number."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
@@ -172,9 +186,14 @@ def _sampled(matrix: torch.Tensor, height: int) -> torch.Tensor:
     step = min(-(-rows * columns // SAMPLED), bands)
     if step <= 1:
         return matrix
-    chosen = torch.arange(bands // step, device=matrix.device)
-    chosen = chosen * step + chosen * 7919 % step
+    chosen = _spread(bands, step, matrix.device)
     return matrix[: bands * height].unflatten(0, (bands, height)).index_select(0, chosen).flatten(0, 1)
+
+
+def _spread(parts: int, step: int, device: torch.device) -> torch.Tensor:
+    """Return the index of one of every `step` parts."""
+    chosen = torch.arange(parts // step, device=device)
+    return chosen * step + chosen * 7919 % step
 
 
 def _energy(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from ..watch.monitor import NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
+from ..watch.monitor import MUCH_OF_SUMS, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
@@ -91,7 +91,10 @@ class Tensor:
         """Sort key by the loss in the last sample; values that are not finite are the worst."""
         if not is_finite(self.last):
             return (True,)
-        return (False, sum(self.shares)) if self.is_stored else (False, lost_db(self.last) or 0.0, *self.shares)
+        if self.is_stored:
+            return (False, sum(self.shares))
+        sums = self.last.get("sum_lost") or 0.0
+        return (False, sums if sums > MUCH_OF_SUMS else 0.0, lost_db(self.last) or 0.0, *self.shares)
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
@@ -184,6 +187,7 @@ def _record(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
         tensors = [item for tensors in record["tensors"].values() for item in tensors.items()]
         texts = [record["recipe"], record["casts"], *record["not_seen"], *record["tensors"], *dict(tensors)]
+        texts += record.get("sums", [])
         is_record = (
             type(record["step"]) is int
             and 0 <= record["step"] < 1e300
@@ -198,7 +202,8 @@ def _record(line: str) -> dict[str, Any] | None:
 
 def _is_entry(name: str, entry: dict[str, Any]) -> bool:
     scales = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
-    numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in STORED]), entry.get("sqnr_db")]
+    numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in STORED])]
+    numbers += [entry.get("sqnr_db"), entry.get("sum_lost")]
     (first, last), binades = entry["exponents"], entry["binades"]
     return (
         entry["format"] in FORMATS
@@ -235,13 +240,16 @@ def in_words(samples: Samples, worst: int) -> str:
     for columns, tensors in ((CAST_COLUMNS, samples.casts), (STORED_COLUMNS, samples.stored)):
         if tensors:
             rows = [list(columns), *map(cells, tensors[:worst])]
-            parts.append(table([row[:-2] for row in rows]))  # the page has amaxes and scales
+            has_sums = any("sum_lost" in tensor.last for tensor in tensors)
+            shown = -3 if columns is CAST_COLUMNS and not has_sums else -2  # the page has amaxes and scales
+            parts.append(table([row[:shown] for row in rows]))
         if len(tensors) > worst:
             parts.append(f"the worst {worst} of {len(tensors)}")
     return "\n\n".join([*parts, paragraphs(remarks(samples))])
 
 
-CAST_COLUMNS = ("layer", "tensor", "format", "SQNR, dB", "lost", "most lost", "clipped", "flushed", "amax", "scale")
+_LOST = ("SQNR, dB", "lost", "most lost", "clipped", "flushed", "sums")
+CAST_COLUMNS = ("layer", "tensor", "format", *_LOST, "amax", "scale")
 STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
 
 
@@ -256,6 +264,7 @@ def cells(tensor: Tensor) -> list[str]:
         *(tensor.layer or "(root)", tensor.name, entry["format"]),
         *(missing if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in texts),
         *(share(each) if finite else "NaN" for each in tensor.shares),
+        *([] if tensor.is_stored else ["–" if entry.get("sum_lost") is None else f"{100 * entry['sum_lost']:.1f} %"]),
         *(_number(entry["amax"]), "–" if low is None and high is None else scale),
     ]
 
@@ -299,6 +308,8 @@ def remarks(samples: Samples) -> list[tuple[str, str]]:
         ("SQNR", f"{sqnr}in the last sample and at most in any"),
         ("shares", "of values that are not zero; of a tensor of more than 65,536 elements, of some of its rows"),
     ]
+    if chips := last.get("sums"):
+        rows.append(("sums", f"share of the forward's sums that {', '.join(chips)} loses, for some rows and columns"))
     if not_seen := last["not_seen"]:
         rows.append(("not seen", listed(not_seen)))
     if samples.unreadable:
@@ -406,6 +417,7 @@ def _reading(samples: Samples) -> str:
         "<b>Flushed</b>: not zero before the cast, and zero after it: below half of the format's smallest number. A "
         "few large values of a tensor with one scale push the others there; finer scales (rowwise, blockwise, mxfp8) "
         "help.",
+        "<b>Sums</b>: tensor cores keep few bits of long sums; fast_accumulation turns that off by layer.",
         "<b>A level's states</b> are read after the step, as codes: how many are zero and how many lie at the largest "
         "number. What they were made of is gone, and so no error is known.",
     ]

@@ -21,6 +21,7 @@ from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
+from .. import hardware
 from ..counts import ProductCounts
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
@@ -28,8 +29,9 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import refuse_cut_since, refuse_transforms
+from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
-from .layer_rule import DGRAD, STATEFUL, LayerRule, Stored, parallel
+from .layer_rule import DGRAD, FPROP, STATEFUL, LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
@@ -143,6 +145,13 @@ class NativeCompute(Compute):
 
     def cast_of(self, module: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | None:
         return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
+
+    def sums_of(self, module: KeepsLedger) -> tuple[str, bool] | None:
+        rule, device = module.fp8_rule, device_of(module.weight)
+        if not isinstance(module, FP8Products) or rule.has_blocks or rule.high_precision[FPROP]:
+            return None
+        here = hardware.gpu_chip(device).key if device.type == "cuda" else None
+        return rule.sums if rule.sums != EXACT else OF_CHIP.get(here, "h100"), rule.fast_accumulation
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)
