@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from budgets import (
     BUDGETS,
     INDUCTORS_STACK,
@@ -18,6 +19,7 @@ from budgets import (
     assert_one_graph_of_fp8_products,
     within,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 own_path = list(sys.path)  # benchmarks/distributed.py would hide the folder of tests
@@ -28,7 +30,7 @@ import roofline  # noqa: E402
 import specs  # noqa: E402
 import tables  # noqa: E402
 import whole_step  # noqa: E402
-from inductor import Product  # noqa: E402
+from inductor import Product, matrix_work  # noqa: E402
 from machine import CHIPS  # noqa: E402
 from machine_code import NOTHING, Code, Operation, Work, fast_path  # noqa: E402
 
@@ -179,6 +181,18 @@ def test_kernel_time_is_its_slowest_resource():
     issue = roofline.of_kernel(0, Work(4e9, 1e9, 1e8), chip)
     assert roofline.of_kernel(0, Work(4e9, 4e9, 1e8), chip) == pytest.approx(2 * issue)
     assert roofline.of_kernel(0, Work(4e9, 1e9, 1e9), chip) == pytest.approx(2 * issue)
+
+
+def test_traced_product_has_one_scale_or_one_a_row():
+    def product(a, b, scale_a, scale_b):
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    codes = [torch.empty(size, 64, dtype=torch.float8_e4m3fn, device="meta") for size in (32, 48)]
+    one, rows, columns = (torch.empty(size, device="meta") for size in ((), (32, 1), (1, 48)))
+    for scales, rowwise in (((one, one), False), ((rows, columns), True)):
+        graph = make_fx(product, tracing_mode="fake")(*codes, *scales)
+        (found,), _ = matrix_work(graph)
+        assert found == Product("_scaled_mm", 32, 64, 48, "float8_e4m3fn", "bfloat16", True, rowwise)
 
 
 def operations(text: str) -> list[Operation]:
