@@ -187,7 +187,8 @@ def test_memory_falls_with_the_level(tmp_path):
 
 @pytest.mark.nightly
 def test_estimated_and_measured_peaks_of_arbitrary_model():
-    """Use convolutions and an FP8 Linear, without a configuration."""
+    """Use convolutions and an FP8 Linear, without a configuration. Rowwise: a CPU makes both layouts of its codes, as
+    the estimate counts them; for one scale it reads views, and stays up to 10 % below."""
 
     class Small(torch.nn.Module):
         def __init__(self):
@@ -204,7 +205,7 @@ def test_estimated_and_measured_peaks_of_arbitrary_model():
         def forward(self, images):
             return self.layers(images).float().square().mean()
 
-    for backend in (measuring.plain(), "native:dynamic", "msamp:O2"):
+    for backend in (measuring.plain(), "native:rowwise", "native:rowwise+msamp:O2"):
         estimated, measured = estimate_benchmark.estimated_and_measured_peak(
             Small, lambda: {"images": torch.randn(16, 3, 16, 16)}, backend
         )
