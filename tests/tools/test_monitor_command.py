@@ -62,7 +62,8 @@ def test_table_lists_worst_first_and_names_it(troubled, capsys):
     assert next(line for line in lines if "exp_avg" in line).split()[3:5] == ["25", "%"]
 
 
-def test_a_layer_that_loses_of_its_sums_comes_first(tmp_path, capsys):
+def test_a_layer_that_loses_of_its_sums_comes_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     file = written(tmp_path, {**record(10, input={**entry(), "sum_lost": 0.071}, weight=entry(30.0)), "sums": ["h100"]})
     assert main(["monitor", str(file)]) == 0
     out = capsys.readouterr().out
