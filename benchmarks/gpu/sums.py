@@ -79,20 +79,25 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
 
 def compared(entry: dict) -> list[dict]:
     """Count the results of a record equal to the bit: emulated, and from exact sums rounded once."""
+    from fp8_backends.compute.products import scaled_product
     from fp8_backends.compute.tensor_cores import product
+    from fp8_backends.formats.scaling import Quantized
 
     a, b = (entry[name].view(FORMATS[fmt]) for name, fmt in zip("ab", entry["formats"], strict=True))
+    operands, scales = (
+        (Quantized(a, entry["scale_a"]), Quantized(b, entry["scale_b"].t())),
+        entry["scale_a"] * entry["scale_b"],
+    )
     rows = []
     for accumulation, results in entry["results"].items():
         if results is None:
             continue
         row = {name: entry[name] for name in ("formats", "shape", "data", "scales")} | {"accumulation": accumulation}
-        for name, chip in (("emulated", "h100"), ("exact_sums", "exact")):
-            values = product(a, b, chip, accumulation == "fast")
-            if entry["scales"] == "rowwise":  # CUTLASS's epilogue: one factor, then the other
-                values = (values * entry["scale_a"] * entry["scale_b"]).bfloat16()
-            else:  # cuBLAS's: the product of both
-                values = values * (entry["scale_a"] * entry["scale_b"])
+        made = {
+            "emulated": scaled_product(*operands, results.dtype, accumulation == "fast", sums="h100"),
+            "exact_sums": (product(a, b, "exact") * scales).to(results.dtype),
+        }
+        for name, values in made.items():
             row[name] = int((values == results).sum())
             row[f"{name}_in_bf16"] = int((values.bfloat16() == results.bfloat16()).sum())
         rows.append(row | {"results": results.numel()})
