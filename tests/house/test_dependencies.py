@@ -30,8 +30,8 @@ BROUGHT_BY = {"triton": "torch", "tokenizers": "transformers", "docutils": "sphi
 """Dependencies of a declared package, imported if present."""
 
 PERMISSIVE = set(
-    "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-CMU MPL-2.0 PSF-2.0 "
-    "Unlicense Zlib LLVM-exception".split()
+    "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-0 MIT-CMU MPL-2.0 "
+    "PSF-2.0 Unlicense Zlib LLVM-exception".split()
 )
 FAMILIES = {
     "Apache-2.0": r"Apache( 2\.0)?( Licen[cs]e)?|Apache Software License( 2\.0)?|Apache-2\.0",
