@@ -126,9 +126,9 @@ def test_launcher_yaml_is_read(folder):
 
 
 def test_files_for_other_programs_agree(folder):
-    """These programs do not install together with this package (`neighbours.rst` has the reasons); the guide shows
+    """These programs do not install together with this package (`trainers.rst` has the reasons); the guide shows
     manually tested files."""
-    info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
+    info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "trainers.rst"))
     factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
     assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]
     assert examples[0].keys() == {"instruction", "input", "output"}  # the "alpaca" of both
