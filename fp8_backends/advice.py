@@ -1,4 +1,4 @@
-"""Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/advise.rst)."""
+"""Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/numerics.rst)."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Test one small step of each backend against a plain one, in another process that may crash (docs/doctor.rst).
+"""Test one small step of each backend against a plain one, in another process that may crash (docs/planning.rst).
 
 python -m fp8_backends.tools.self_test native:dynamic msamp:O2
 """

@@ -32,7 +32,7 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
     assert f"{name}.py" in words and words[-2] == "--backend"
     assert len(EXAMPLES[name].shows.splitlines()) == 1 and EXAMPLES[name].shows.endswith(".")
     tree = ast.parse(source)
-    guides = [(ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text() for name in ("extending", "trainers")]
+    guides = [(ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text() for name in ("contributing", "trainers")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fp8_backends":
             assert node.attr in (*fp8_backends.__all__, "checkpoints")

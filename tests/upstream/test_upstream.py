@@ -93,7 +93,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 
 def test_page_lists_every_patch_and_fault():
-    page = (GUIDES / "upstream.rst").read_text(encoding="utf-8")
+    page = (GUIDES / "patches.rst").read_text(encoding="utf-8")
     mended = rows(page)
     assert [patch.name[:4] for patch in PATCHES] == list(mended) and len(PATCHES) > 15
     without = re.findall(r"^Fault (\d+)", page.partition("Without a patch")[2], re.M)

@@ -1,4 +1,4 @@
-"""Estimate memory and traffic of a training step before it runs (docs/estimate.rst).
+"""Estimate memory and traffic of a training step before it runs (docs/planning.rst).
 
 Two traces with two and three layers (`step_trace.py`) give the growth with depth, one with twice the batch the growth
 of activations. Models with different layers are traced whole. `Rank` derives the costs of one of several ranks.
