@@ -45,16 +45,19 @@ def test_summary_figures_come_from_records():
         {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
         for name, peak in peaks.items()
     ]
-    shown = tables.summary({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
+    shown = tables.main_figures({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
     assert "  \N{MINUS SIGN}60 %\n" in shown and "  7, 4, 4\n" in shown
     assert "AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026." in shown
     results = [
         {"backend": name, "form": "compiled", "times_plain": {"ratio": ratio}, "peak_to_plain": peak}
         for name, ratio, peak in (("native:dynamic", 1.4, 0.9), ("ao:tensorwise", 1.2, 1.1), ("msamp:O2", 1.5, 0.6))
     ]
-    shown = tables.summary(
-        {"step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}}
-    )
+    records = {"step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}}
+    shown = tables.summary(records)
+    assert re.search(r"^tokens/s.*  1.40 +1.20 +1.50$", shown, re.M)
+    assert re.search(r"^peak memory +\N{MINUS SIGN}10 % +\+10 % +\N{MINUS SIGN}40 %$", shown, re.M)
+    assert re.search(r"^held-out loss.*(  not yet measured){3}$", shown, re.M) and "compiled: NVIDIA H200" in shown
+    shown = tables.main_figures(records)
     assert re.search(r"^\*\*on a GPU\*\*.*  1.40, 1.20, 1.50$", shown, re.M)
     assert re.search(r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %$", shown, re.M)
     assert "GPU figures are from one NVIDIA H200" in shown
