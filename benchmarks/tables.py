@@ -1,15 +1,15 @@
-"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides from the records in
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and three pages from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has only the table `summary`,
-three of the main `figures`, the guide to models `models`, and the guide to reliability `reliability`. A question
-without a record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the targets read
-one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by name. Every
-table names the machine, the versions and the date, and pairs speeds with losses for trained models.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index have the table
+`summary`, three of the main `figures`, `tables.rst` has `models`, and the guide to reliability `reliability`. A
+question without a record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the
+targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by
+name. Every table names the machine, the versions and the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from targets import Records
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 GUIDES = HERE.parent / "fp8_backends" / "docs"
-DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", GUIDES / "models.rst", GUIDES / "reliability.rst")
+DOCUMENTS = (
+    HERE.parent / "README.rst",
+    HERE / "README.rst",
+    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "reliability")),
+)
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries with versions above a table."""
 
@@ -731,10 +735,12 @@ def between_markers(document: str) -> dict[str, str]:
 
 
 def written(document: str, records: Records) -> str:
-    """The document with every marked table as the records have it. Raises KeyError for an unknown name."""
+    """The document with every marked table as the records have it. Tables of other programs stay as they are."""
 
     def put(found: re.Match) -> str:
         name = found["name"]
+        if name not in TABLES:
+            return found[0]
         return f".. begin table {name}\n\n{TABLES[name](records)}\n\n.. end table {name}\n"
 
     return _MARKED.sub(put, document)

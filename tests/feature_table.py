@@ -1,4 +1,4 @@
-"""List Accelerate's other features as working or refused with FP8. `accelerate_features.rst` shows them.
+"""List Accelerate's other features as working or refused with FP8. `tables.rst` shows them.
 
 Each row has a run in `feature_runs.py`, or a command in `accelerate_plugin/test_accelerate_features.py`.
 """

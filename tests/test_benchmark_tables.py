@@ -28,14 +28,15 @@ MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+c
 
 def test_documents_show_measured_figures():
     """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the summary in the
-    README, models and reliability in their guides, the others in `benchmarks/README.rst`. `benchmarks/tables.py
-    --write` updates them."""
+    README and the index, models and reliability in their pages, the others in `benchmarks/README.rst`.
+    `benchmarks/tables.py --write` updates them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
-    readme, measurements, *guides = texts
+    readme, measurements, index, *pages = texts
     records = targets.load(tables.RESULTS)
     made = {name: table(records) for name, table in tables.TABLES.items()}
-    assert readme == {"summary": made.pop("summary")}
-    assert guides == [{name: made.pop(name)} for name in ("models", "reliability")]
+    assert readme == index == {"summary": made.pop("summary")}
+    shown = [{name: text for name, text in page.items() if name in made} for page in pages]
+    assert shown == [{name: made.pop(name)} for name in ("models", "reliability")]
     assert measurements == made
 
 
@@ -183,8 +184,8 @@ def test_table_names_machine_versions_and_date():
     ]
     assert tables.between_markers(made) == {"linear": tables.TABLES["linear"](records)}
     assert tables.written(made, records) == made
-    with pytest.raises(KeyError):
-        tables.written(document.replace("linear", "unknown"), records)
+    others = document.replace("linear", "chips")
+    assert tables.written(others, records) == others
 
 
 AWS = {

@@ -1,4 +1,4 @@
-"""Run every backend under every engine: trained, or refused by name. The guide `distributed.rst` shows it."""
+"""Run every backend under every engine: trained, or refused by name. The page `tables.rst` shows it."""
 
 from __future__ import annotations
 
