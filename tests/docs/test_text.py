@@ -1,4 +1,4 @@
-"""Check the pages: text, links, lengths, quoted messages, generated parts, Python blocks as programs, the built site."""
+"""Check the pages: text, links, lengths, quoted messages, generated parts, Python blocks as programs, the site."""
 
 from __future__ import annotations
 
@@ -210,4 +210,4 @@ def test_docstrings_render_as_text_and_literals(site):
     ):
         assert f'id="{name}"' in page
     text = re.sub(r"<[^>]+>", "", page[page.index("<article") : page.index("</article")])
-    assert not [line for line in text.splitlines() if "`" in line or re.match(r"\s*(Args|Returns|Raises):$", line)]
+    assert not [line for line in text.splitlines() if "`" in line or re.match(r"\s*(Args|Returns|Raises|Type):$", line)]
