@@ -50,8 +50,8 @@ def test_the_index_lists_every_guide_twice():
     assert sorted(links) == sorted(tree) == guides
 
 
-def test_the_readme_has_at_most_250_lines():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+def test_the_readme_has_at_most_200_lines():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_troubleshooting_quotes_messages_of_the_code():
