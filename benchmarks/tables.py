@@ -671,15 +671,18 @@ def summary(records: Records) -> str:
     features = targets.USUAL[0]
     measured = records | targets.of_cpu(records, features)
     rows = [
-        [what, *(targets.Figure(what, file, read(backend)).shown(measured) for backend in targets.SUMMARIZED)]
-        for what, file, read in targets.SUMMARY
+        [
+            quoted(name),
+            *(targets.Figure(what, file, read(backend)).shown(measured) for what, file, read in targets.SUMMARY),
+        ]
+        for name, backend in targets.SUMMARIZED.items()
     ]
     captions = [
         f"{setting}: {where(measured[file], features if file.endswith('_cpu') else '')}."
         for file, setting in targets.SETTINGS.items()
         if file in measured
     ]
-    table = rst(["against bf16", *map(quoted, targets.SUMMARIZED)], rows)
+    table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
     return "\n\n".join([table, *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
 

@@ -338,7 +338,8 @@ def _times(backend: str) -> Callable[[dict], str]:
     return read
 
 
-SUMMARIZED = ("native:dynamic", "ao:tensorwise", "msamp:O2")
+SUMMARIZED = {"native": "native:dynamic", "ao": "ao:tensorwise", "msamp:O2": "msamp:O2"}
+"""Backends by their short names."""
 
 
 def _speed_on_gpu(backend: str) -> Callable[[dict], str]:
@@ -355,19 +356,19 @@ def _peak_on_gpu(backend: str) -> Callable[[dict], str]:
 
 
 def _joined(read: Callable[[str], Callable[[dict], str]]) -> Callable[[dict], str]:
-    return lambda record: ", ".join(read(backend)(record) for backend in SUMMARIZED)
+    return lambda record: ", ".join(read(backend)(record) for backend in SUMMARIZED.values())
 
 
 SUMMARY = (
-    ("tokens/s, times bf16's", _8B, _speed_on_gpu),
-    ("peak memory", _8B, _peak_on_gpu),
+    ("speed, times bf16's", _8B, _speed_on_gpu),
+    ("peak memory, over bf16's", _8B, _peak_on_gpu),
     (
-        "held-out loss, nats",
+        "held-out loss − bf16's, nats",
         "distributed_cpu",
         lambda backend: lambda record: _gap(backend)(record).removesuffix(" nats"),
     ),
 )
-"""The figures of `README.rst`: the row, the record, and a reader for each backend."""
+"""The figures of `README.rst`: the column, the record, and a reader for each backend."""
 SETTINGS = {
     _8B: "Speed and memory: four layers of Llama 8B, sequence 8192, compiled",
     "distributed_cpu": "Loss: a Llama of 0.7 M parameters, two ranks, 5 seeds, with the 95 % interval",

@@ -96,8 +96,8 @@ def test_the_api_page_documents_every_public_name():
     assert len(documented) == len({*documented})
 
 
-def test_the_readme_has_at_most_250_lines():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+def test_the_readme_has_at_most_200_lines():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_troubleshooting_quotes_messages_of_the_code():
