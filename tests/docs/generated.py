@@ -48,7 +48,7 @@ def rules() -> str:
     """Return every rule with its severity, reason and fix, by theme."""
     lines = []
     for theme, of_theme in THEMES.items():
-        lines += [f"**{theme}**", ""]
+        lines += [theme, "-" * len(theme), ""]
         for rule in of_theme:
             text = f"{rule.severity}: {escaped(rule.reason)}. *Fix*: {escaped(rule.fix)}."
             lines += [f"``{rule.name}``", textwrap.indent(textwrap.fill(text, WIDTH - 4), "    ")]
@@ -140,7 +140,7 @@ def written(document: Path) -> str:
     """Return the text of a page with its generated parts up to date."""
     text = document.read_text(encoding="utf-8")
     if document.name == "checks.rst":  # all below its introduction
-        return text[: text.index("\n**") + 1] + rules()
+        return text[: re.search(r"^.+\n---+\n", text, re.M).start()] + rules()
     for name, table in TABLES[document.name].items():
         marked = rf"^\.\. begin table {name}\n.*?^\.\. end table {name}\n"
         text = re.sub(marked, lambda _, name=name, table=table: between(name, table()), text, flags=re.DOTALL | re.M)
