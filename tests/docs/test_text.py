@@ -63,6 +63,15 @@ def test_page_is_valid_and_relative_links_resolve(document):
     assert missing == []
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_show_light_pictures_once(name):
+    """A code host shows each picture; the site adds the dark variants, and shows the one of the reader's scheme."""
+    pictures = [image["uri"] for image in parsed(GUIDES / f"{name}.rst").findall(nodes.image)]
+    assert [picture for picture in pictures if not picture.endswith("_light.svg")] == []
+    dark = [GUIDES / picture.replace("_light", "_dark") for picture in pictures]
+    assert [picture.name for picture in dark if not picture.exists()] == []
+
+
 def test_the_index_lists_every_page_twice():
     """A link for a code host, and an entry of one of Sphinx's trees."""
     text = (GUIDES / "index.rst").read_text(encoding="utf-8")
