@@ -1,15 +1,15 @@
-"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides from the records in
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and three pages from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has only the table `summary`, the
-guide to models `models`, and the guide to reliability `reliability`. A question without a record prints `not yet
-measured`. CPU questions have a table per recorded kind of CPU, and the targets read one CPU with bf16 products and one
-without: the usual two, `targets.USUAL`, if recorded, else the first by name. Every table names the machine, the
-versions and the date, and pairs speeds with losses for trained models.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index have the table
+`summary`, three of the main `figures`, `tables.rst` has `models`, and the guide to reliability `reliability`. A
+question without a record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the
+targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by
+name. Every table names the machine, the versions and the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from targets import Records
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 GUIDES = HERE.parent / "fp8_backends" / "docs"
-DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", GUIDES / "models.rst", GUIDES / "reliability.rst")
+DOCUMENTS = (
+    HERE.parent / "README.rst",
+    HERE / "README.rst",
+    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "reliability")),
+)
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries with versions above a table."""
 
@@ -663,23 +667,44 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
 
 
 def summary(records: Records) -> str:
-    """Return the few figures of `README.rst`: of a GPU, and of the usual CPU with bf16 products."""
+    """Return the three figures of `README.rst` by backend: speed and memory on a GPU, and loss on the usual CPU."""
+    features = targets.USUAL[0]
+    measured = records | targets.of_cpu(records, features)
+    rows = [
+        [
+            quoted(name),
+            *(targets.Figure(what, file, read(backend)).shown(measured) for what, file, read in targets.SUMMARY),
+        ]
+        for name, backend in targets.SUMMARIZED.items()
+    ]
+    captions = [
+        f"{setting}: {where(measured[file], features if file.endswith('_cpu') else '')}."
+        for file, setting in targets.SETTINGS.items()
+        if file in measured
+    ]
+    table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
+    return "\n\n".join([table, *filter(None, [textwrap.fill(" ".join(captions), 120)])])
+
+
+def main_figures(records: Records) -> str:
+    """Return the main figures: of a GPU, and of the usual CPU with bf16 products."""
     features = targets.USUAL[0]
     measured = targets.of_cpu(records, features)
-    rows = [[row.what, row.shown(records)] for row in targets.SUMMARY_ON_GPU]
-    rows += [[row.what, row.shown(measured)] for row in targets.SUMMARY]
+    rows = [[row.what, row.shown(records)] for row in targets.FIGURES_ON_GPU]
+    rows += [[row.what, row.shown(measured)] for row in targets.FIGURES]
     machines = {}
-    for name in sorted({row.file for row in targets.SUMMARY} & set(measured)):
+    for name in sorted({row.file for row in targets.FIGURES} & set(measured)):
         machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
         machines[f"{chip}{machine.partition(chip)[2]}"] = None
     captions = [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
-    for name in {row.file for row in targets.SUMMARY_ON_GPU} & set(records):
+    for name in {row.file for row in targets.FIGURES_ON_GPU} & set(records):
         captions.insert(0, f"GPU figures are from one {where(records[name])}.")
     return "\n\n".join([rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "summary": summary,
+    "figures": main_figures,
     "targets-cpu": targets_cpu,
     "targets-gpu": targets_gpu,
     "linear": linear,
@@ -713,10 +738,12 @@ def between_markers(document: str) -> dict[str, str]:
 
 
 def written(document: str, records: Records) -> str:
-    """The document with every marked table as the records have it. Raises KeyError for an unknown name."""
+    """The document with every marked table as the records have it. Tables of other programs stay as they are."""
 
     def put(found: re.Match) -> str:
         name = found["name"]
+        if name not in TABLES:
+            return found[0]
         return f".. begin table {name}\n\n{TABLES[name](records)}\n\n.. end table {name}\n"
 
     return _MARKED.sub(put, document)

@@ -11,6 +11,8 @@ GUIDES = ROOT / "fp8_backends" / "docs"
 README = ROOT / "README.rst"
 MEASUREMENTS = ROOT / "benchmarks" / "README.rst"
 DOCUMENTS = (README, *sorted(GUIDES.glob("*.rst")), MEASUREMENTS, ROOT / "tests" / "README.rst")
+REFERENCE = ("api", "changelog", "checks", "fields", "patches", "tables")
+"""Pages to look something up in; all others are guides, except the index."""
 PROGRAMS = ("fp8-backends", "accelerate", "torchrun", "python", "bash")
 
 

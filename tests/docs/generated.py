@@ -1,7 +1,7 @@
-"""Generate parts of the guides: known problems, chips, engines, features, fields of recipes, packed autograd nodes, and
-the list of examples.
+"""Generate parts of the documentation: known problems, chips, engines, features, fields of recipes, packed autograd
+nodes, rooms, and the list of examples.
 
-python tests/docs/generated.py --write    writes them into the guides
+python tests/docs/generated.py --write    writes them into the pages
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rules() -> str:
     """Return every rule with its severity, reason and fix, by theme."""
     lines = []
     for theme, of_theme in THEMES.items():
-        lines += [f"**{theme}**", ""]
+        lines += [theme, "-" * len(theme), ""]
         for rule in of_theme:
             text = f"{rule.severity}: {escaped(rule.reason)}. *Fix*: {escaped(rule.fix)}."
             lines += [f"``{rule.name}``", textwrap.indent(textwrap.fill(text, WIDTH - 4), "    ")]
@@ -137,13 +137,14 @@ def between(name: str, text: str) -> str:
 
 
 def written(document: Path) -> str:
-    """Return the text of a guide with its generated part up to date."""
+    """Return the text of a page with its generated parts up to date."""
     text = document.read_text(encoding="utf-8")
     if document.name == "checks.rst":  # all below its introduction
-        return text[: text.index("\n**") + 1] + rules()
-    name, table = TABLES[document.name]
-    marked = rf"^\.\. begin table {name}\n.*?^\.\. end table {name}\n"
-    return re.sub(marked, lambda _: between(name, table()), text, flags=re.DOTALL | re.MULTILINE)
+        return text[: re.search(r"^.+\n---+\n", text, re.M).start()] + rules()
+    for name, table in TABLES[document.name].items():
+        marked = rf"^\.\. begin table {name}\n.*?^\.\. end table {name}\n"
+        text = re.sub(marked, lambda _, name=name, table=table: between(name, table()), text, flags=re.DOTALL | re.M)
+    return text
 
 
 def rooms() -> str:
@@ -160,13 +161,10 @@ def rooms() -> str:
 
 
 TABLES = {
-    "contributing.rst": ("rooms", rooms),
-    "examples.rst": ("examples", gallery),
-    "doctor.rst": ("chips", chip_table),
-    "accelerate_features.rst": ("features", features),
-    "distributed.rst": ("engines", engines),
-    "recipes.rst": ("fields", recipe_fields),
-    "activations.rst": ("nodes", packed_nodes),
+    "contributing.rst": {"rooms": rooms},
+    "examples.rst": {"examples": gallery},
+    "fields.rst": {"fields": recipe_fields},
+    "tables.rst": {"chips": chip_table, "engines": engines, "features": features, "nodes": packed_nodes},
 }
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]
 
