@@ -105,7 +105,7 @@ def test_launcher_parses_every_other_launch_command(line):
 
 
 def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
-    guide = GUIDES / "configuration.rst"
+    guide = GUIDES / "launching.rst"
     lines = [line for line in commands(guide) if line.startswith("fp8-backends config ")]
     assert len(lines) == 3
     for line in lines:
