@@ -1,7 +1,7 @@
 """The `te` backend: NVIDIA's TransformerEngine on the model's own Parameters.
 
 It enters TransformerEngine's global `autocast` around the forward of the prepared root, pads rows, recomputes with the
-scales of the original forward, and keeps checkpoints plain (docs/transformer_engine.rst).
+scales of the original forward, and keeps checkpoints plain (docs/choosing.rst).
 """
 
 from __future__ import annotations
