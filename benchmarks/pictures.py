@@ -238,8 +238,8 @@ def comparison() -> Picture:
     picture.note(
         f"fp8-backends compare: a Llama of {parameters / 1e6:.1f} M parameters, {settings['seeds']} seeds of "
         f"{settings['steps']} steps, on {machine['cores']} cores of an {machine['processor']} (FP8 emulated), torch "
-        f"{plain(results['versions']['torch'])}, {dated(results['date'])}. Activations and scratch, which levels do not "
-        f"change, are {beyond:.0%} of {name}'s peak."
+        f"{plain(results['versions']['torch'])}, {dated(results['date'])}. Levels do not change activations and "
+        f"scratch, {100 * beyond:.0f} % of {name}'s peak."
     )
     picture.description = "; ".join(
         f"{row.backend}: "
@@ -354,7 +354,8 @@ def wire() -> Picture:
     parameters = results[0]["parameters"] / 1e6
     picture.note(
         f"Two ranks, counted at the collectives: a Llama of {parameters:.1f} M parameters, whose embedding and head "
-        f"travel in high precision. native:dynamic gathers codes with enable_fsdp_float8_all_gather=True. torch {plain(machine['torch'])} over gloo, {dated(machine['date'])}."
+        "travel in high precision. native:dynamic gathers codes with enable_fsdp_float8_all_gather=True. torch "
+        f"{plain(machine['torch'])} over gloo, {dated(machine['date'])}."
     )
     picture.description = "; ".join(sentences)
     return picture
@@ -420,15 +421,15 @@ def decision_tree() -> Picture:
                 picture.text(MARGIN + 30, line, "plain", down=22 + 17 * number)
             if each.take:
                 picture.parts.append(f'<path d="M{MARGIN + 10} {start + 11:g}h14" stroke="var(--ink-2)" fill="none"/>')
-                picture.text(206, "→", "plain", down=22)
-                picture.text(226, each.take, "code", down=22)
+                picture.text(200, "→", "plain", down=22)
+                picture.text(216, each.take, "code", down=22)
                 for number, line in enumerate(textwrap.wrap(each.reason, 29)):
-                    picture.text(226, line, "note", down=40 + 16 * number)
+                    picture.text(216, line, "note", down=40 + 16 * number)
             height = max(17 * len(lines), 18 + 16 * len(textwrap.wrap(each.reason, 29)))
             picture.y += height + 14
             bottom = start + 11
         if not each.take:
-            picture.text(206, "↓ next", "note", down=22 - height - 14)
+            picture.text(198, "↓ next", "note", down=22 - height - 14)
             bottom = picture.y + 4
             picture.y += 4
         picture.parts.append(f'<path d="M{MARGIN + 10} {spine:g}V{bottom:g}" stroke="var(--ink-2)" fill="none"/>')
@@ -438,6 +439,8 @@ def decision_tree() -> Picture:
 
 
 MEMORY_PARTS = {"weights": "c1", "master": "c4", "gradients": "c2", "states": "c3"}
+GROWS_AT = 48
+"""Step of the monitor's sample."""
 MEMORY_BACKENDS = ("native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")
 
 
@@ -464,24 +467,28 @@ def memory_8b() -> Picture:
     picture = Picture("Memory of training an 8B model, by level")
     picture.heading("Llama of 8 B parameters on one GPU: gigabytes")
     picture.legend({"weights": "c1", "gradients": "c2", "Adam's moments": "c3", "master or residual": "c4"}.items())
-    largest, sentences = max(each["peak"] for each in found["results"]), []
+    largest, sentences, top = max(each["peak"] for each in found["results"]), [], picture.y + 6
     for each in found["results"]:
         parts = [(each[name], MEMORY_PARTS[name]) for name in ("weights", "gradients", "states", "master")]
         picture.row(each["backend"], f"{each['peak'] / GIGA:.0f} GB")
         picture.bar(parts, largest, 18)
         sentences.append(f"{each['backend']}: {each['peak'] / GIGA:.0f} GB")
-    h100, h200 = (chips.product_named(name).gib for name in ("h100", "h200"))
+    gib = chips.product_named("h100").gib
+    edge = MARGIN + gib * 2**30 / largest * (WIDTH - 2 * MARGIN)
+    picture.parts.append(f'<line class="bound" x1="{edge:.1f}" y1="{top:g}" x2="{edge:.1f}" y2="{picture.y + 8:g}"/>')
+    picture.y += 22
+    picture.text(edge, f"an H100's {gib} GiB", "note", "middle")
     settings = found["settings"]
     picture.note(
         f"fp8-backends estimate --params 8B: highest moment of a step with AdamW, a sequence of {settings['sequence']} "
-        f"tokens, activation checkpointing. An H100 has {h100} GiB, an H200 {h200}."
+        f"tokens, activation checkpointing."
     )
     picture.description = "; ".join(sentences)
     return picture
 
 
 def record_monitor(file: Path) -> None:
-    """Train a small model with delayed scales, and activations that grow, with `monitor_every`."""
+    """Train a small model with delayed scales; the inputs grow eightfold at the sampled step `GROWS_AT`."""
     import torch
     from torch import nn
 
@@ -493,8 +500,8 @@ def record_monitor(file: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     spec = {"backend": "native:delayed", "monitor_every": 4, "monitor_file": str(file), "autocast_dtype": "fp32"}
     model, optimizer = fp8_backends.prepare(model, optimizer, spec)
-    for step in range(96):
-        x = torch.randn(64, 64) * (1 + 0.5 * (step > 40)) + 40.0 * (torch.rand(64, 64) < 2e-4 * step)
+    for step in range(1, 97):
+        x = torch.randn(64, 64) * (8 if step >= GROWS_AT else 1)
         (model(x) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -517,13 +524,14 @@ def monitor() -> Picture:
     picture.chart(
         page.curves(lines, samples.steps, "Error of the worst tensors", label, zero_line=True, height=260), 44
     )
-    first, last = samples.steps[0], samples.steps[-1]
     picture.note(
-        f"A sample of fp8-backends monitor: {samples.last['recipe']}, steps {first} to {last}, three Linears, with "
-        "outliers in the input, more from step to step."
+        f"fp8-backends monitor: {samples.last['recipe']}, three Linears, a sample every 4 steps. At step "
+        f"{GROWS_AT} the inputs grow eightfold, and scales from earlier steps clip them."
     )
+    at = samples.steps.index(GROWS_AT)
     picture.description = "; ".join(
-        f"{line.name}: {line.values[0]:.1f} dB at step {first}, {line.values[-1]:.1f} dB at step {last}"
+        f"{line.name}: {line.values[at - 1]:.1f} dB at step {samples.steps[at - 1]}, {line.values[at]:.1f} dB at step "
+        f"{GROWS_AT}, {line.values[-1]:.1f} dB at step {samples.steps[-1]}"
         for line in lines
     )
     return picture
@@ -557,8 +565,8 @@ def speed() -> Picture:
     arguments = found["arguments"]
     picture.note(
         f"Four layers of Llama 8B on one {machine['chip']}, {arguments['sequence']:,} tokens a step, "
-        f"{arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao {machine['torchao']}, {dated(machine['date'])}. Whole "
-        "steps in TransformerEngine: not measured yet."
+        f"{arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao {machine['torchao']}, "
+        f"{dated(machine['date'])}. Whole steps in TransformerEngine: not measured yet."
     )
     picture.description = f"bf16: 1; {'; '.join(sentences)}"
     return picture
