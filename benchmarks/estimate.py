@@ -13,8 +13,11 @@ all-reduce, twice the bytes; the estimate assumes a reduce-scatter.
 
 `estimated_and_measured_peak` compares the peak of any other model, with or without a configuration of transformers.
 
-On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; FSDP2's traffic is still
-estimated in bf16, Accelerate's setting for FP8.
+On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate, unless `--precision bf16`
+is given; FSDP2's traffic is still estimated in bf16, Accelerate's setting for FP8.
+
+    benchmarks/estimate.py --precision bf16 --ranks 2 --models "" --json benchmarks/results/wire_cpu_avx2.json \
+        --backends bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,msamp:O4      the bytes of the picture `wire`
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ BACKENDS = "native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,m
 ENGINES = ("ddp", "fsdp2")
 Build = Callable[[], torch.nn.Module]
 Inputs = Callable[[], dict[str, torch.Tensor]]
+precision = plain()
+"""Precision around FP8."""
 
 
 def workloads() -> dict:
@@ -97,7 +102,8 @@ class Training:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)  # not the process group
-        self.accelerator = Accelerator(**precision_of(backend), cpu=not torch.cuda.is_available())
+        chosen = precision_of(backend, autocast_dtype=precision)
+        self.accelerator = Accelerator(**chosen, cpu=not torch.cuda.is_available())
         if engine == "fsdp2":
             _take_fsdp2()
         torch.manual_seed(0)
@@ -170,7 +176,7 @@ def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend
     gc.collect()
     asked = asked_of(backend)
     recipe = None if asked in DTYPES else asked
-    autocast = torch.bfloat16 if plain() == "bf16" and backend != "fp32" else None
+    autocast = torch.bfloat16 if precision == "bf16" and backend != "fp32" else None
     _, estimated = highest(trace_step(build_model, make_inputs, StepSettings(recipe=recipe, autocast=autocast)))
     return round(estimated), measured
 
@@ -179,7 +185,7 @@ def asked_of(backend: str) -> Any:
     """Return the estimate's arguments: this backend, with this machine's precision around FP8."""
     from fp8_backends import FP8RecipeKwargs
 
-    return backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=plain())
+    return backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=precision)
 
 
 def _take_fsdp2() -> None:
@@ -193,7 +199,7 @@ def _take_fsdp2() -> None:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
     )
-    plugin.set_mixed_precision(plain())
+    plugin.set_mixed_precision(precision)
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
@@ -267,7 +273,7 @@ def on_ranks(arguments) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(arguments.ranks)]
-        command += [__file__, "--backends", arguments.backends, "--worker", str(path)]
+        command += [__file__, "--backends", arguments.backends, "--precision", precision, "--worker", str(path)]
         environment = {"ACCELERATE_USE_CPU": "true"} if not torch.cuda.is_available() else {}
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
         measured = json.loads(path.read_text())
@@ -299,13 +305,17 @@ def printed(results: list[dict]) -> str:
 
 
 def main() -> None:
+    global precision
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", default=f"{plain()},{BACKENDS}")
+    parser.add_argument("--backends", help=f"(PRECISION,{BACKENDS})")
     parser.add_argument("--models", default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing", help="by semicolons")
     parser.add_argument("--ranks", type=int, default=0, help="also on so many processes")
+    parser.add_argument("--precision", choices=list(DTYPES), default=precision, help=f"around FP8 ({precision})")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    precision = arguments.precision
+    arguments.backends = arguments.backends or f"{precision},{BACKENDS}"
     if arguments.worker:
         worker(arguments)
         return
@@ -317,8 +327,8 @@ def main() -> None:
             gc.collect()
     if arguments.ranks:
         results += on_ranks(arguments)
-    told = {key: value for key, value in vars(arguments).items() if key not in ("json", "worker")}
-    record = {"question": "estimate over measured", "precision": plain(), "arguments": told, "results": results}
+    told = {key: value for key, value in vars(arguments).items() if key not in ("json", "worker", "precision")}
+    record = {"question": "estimate over measured", "precision": precision, "arguments": told, "results": results}
     write_json(arguments.json, record)
     print("\nestimate over measured:\n" + printed(results))
 
