@@ -59,7 +59,7 @@ def trained_backend(line: str, monkeypatch) -> str:
 
 
 TRAINS_HERE = {
-    "fp8-backends launch --fp8_backend native:rowwise train.py": "native:rowwise",
+    "fp8-backends launch --fp8_backend native:dynamic train.py": "native:dynamic",
     "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python train.py": "native:rowwise",
     "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
     "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "msamp:O2",

@@ -100,6 +100,12 @@ def test_issue_form_is_complete(form):
     assert len(names) == len(set(names))
 
 
+def test_pages_for_contributors_link_to_existing_files():
+    pages = [HOST / name for name in ("CONTRIBUTING.rst", "SECURITY.md")]
+    links = [HOST / link for page in pages for link in re.findall(r"[<(](\.\./[^>)]+)[>)]", page.read_text("utf-8"))]
+    assert len(links) == 4 and [link for link in links if not link.is_file()] == []
+
+
 def test_bug_report_requires_output_of_doctor():
     (asked,) = [each for each in loaded(HOST / "ISSUE_TEMPLATE" / "bug.yml")["body"] if each["id"] == "doctor"]
     assert asked["validations"] == {"required": True} and "`fp8-backends doctor --json`" in asked["attributes"]["label"]
