@@ -34,8 +34,7 @@ _parts = ("brand", "search", "scroll-start", "navigation", "scroll-end")
 html_sidebars = {"**": [*(f"sidebar/{part}.html" for part in _parts), "versions.html"]}
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["lightning"]  # takes seconds to import
-autodoc_type_aliases = {"Spec": "Spec"}
+autodoc_mock_imports = ["lightning"]  # no extra of the documentation
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 140  # with the modules of types, which pages leave out
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_links(app, doctree, docname):
-    """Point relative links to pages and copied examples; write other files as paths. Warn about missing files."""
+    """Point relative links to pages and copied examples; write other files as paths."""
     for link in list(doctree.findall(nodes.reference)):
         target, mark, section = link.get("refuri", "").partition("#")
         if not target or link.get("internal") or re.match(r"\w+:", target):
@@ -75,10 +74,9 @@ def add_dark_pictures(app, doctree):
 
 def literal_names(app, what, name, obj, options, lines):
     """Show `name` in a docstring as a literal, and all other characters as they are."""
-    plain, code = (re.split(r"`+", "\n".join(lines))[i::2] for i in (0, 1))
-    plain = [re.sub(r"\*(?=\S)|\||_(?=\W|$)", r"\\\g<0>", part) for part in plain]
-    text = "".join(f"{before}``{name}``" for before, name in zip(plain, code, strict=False))
-    lines[:] = (text + plain[-1]).split("\n")
+    parts = re.split(r"`+", "\n".join(lines))
+    parts[::2] = [re.sub(r"\*(?=\S)|\||_(?=\W|$)", r"\\\g<0>", part) for part in parts[::2]]
+    lines[:] = "``".join(parts).split("\n")
     if what in ("attribute", "property"):
         lines.insert(0, "\\ ")  # napoleon takes a first line up to its colon as the type
 

@@ -91,9 +91,9 @@ def test_a_guide_has_under_1500_words(name):
 
 
 def test_blocks_of_code_fit_beside_the_navigation():
-    """The style sheet has room for 116 characters in a window of 1,280 pixels."""
+    """The style sheet has room for 120 characters in a window of 1,280 pixels."""
     blocks = [block for name in PAGES for block in parsed(GUIDES / f"{name}.rst").findall(nodes.literal_block)]
-    assert [line for block in blocks for line in block.astext().splitlines() if len(line) > 116] == []
+    assert [line for block in blocks for line in block.astext().splitlines() if len(line) > 120] == []
 
 
 def test_the_api_page_documents_every_public_name():
@@ -218,5 +218,6 @@ def test_docstrings_render_as_text_and_literals(site):
         r"^\.\. auto(?!module)\w+:: ([\w.]+)", (GUIDES / "api.rst").read_text(encoding="utf-8"), re.M
     ):
         assert f'id="{name}"' in page
-    text = re.sub(r"<[^>]+>", "", page[page.index("<article") : page.index("</article")])
-    assert not [line for line in text.splitlines() if "`" in line or re.match(r"\s*(Args|Returns|Raises|Type):$", line)]
+    article = page[page.index("<article") : page.index("</article")]
+    assert re.findall(r"<p>(?:Args|Returns|Raises):|>Type<span", article) == []
+    assert "`" not in re.sub(r"<[^>]+>", "", article)
