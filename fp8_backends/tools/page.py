@@ -82,7 +82,7 @@ def cards(bodies: Mapping[str, str]) -> str:
 
 
 def chip(name: str, color: str) -> str:
-    return f'<span class="chip" style="background:{color}"></span>{escape(name)}'
+    return f'<span class="chip" style="background:{color}"></span>{escape(name).replace("+", "+<wbr>")}'
 
 
 def signed(text: str) -> str:
