@@ -345,8 +345,8 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
 
 def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
     rows = [list(map(signed, cells(tensor))) for tensor in tensors]
-    html, rest = page.table(columns, rows[:_ROWS]) if rows else "", rows[_ROWS:]
-    return html + page.details(f"{len(rest)} more", page.table(columns, rest)) if rest else html
+    html, rest = page.table(columns, rows[:_ROWS], texts=3) if rows else "", rows[_ROWS:]
+    return html + page.details(f"{len(rest)} more", page.table(columns, rest, texts=3)) if rest else html
 
 
 def _over_the_run(samples: Samples) -> str:

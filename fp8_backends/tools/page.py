@@ -45,9 +45,9 @@ def page(
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table of HTML cells; the first column names the rows."""
-    classes = ["name", *[""] * (len(headings) - 1)]
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Draw a table of HTML cells; the first column names the rows, and the first `texts` columns are no numbers."""
+    classes = ["name", *["text"] * (texts - 1), *[""] * (len(headings) - texts)]
     head = "".join(
         f'<th class="{css}">{escape(heading).replace("/", "/<wbr>")}</th>'
         for css, heading in zip(classes, headings, strict=True)
@@ -82,7 +82,7 @@ def cards(bodies: Mapping[str, str]) -> str:
 
 
 def chip(name: str, color: str) -> str:
-    return f'<span class="chip" style="background:{color}"></span>{escape(name)}'
+    return f'<span class="chip" style="background:{color}"></span>{escape(name).replace("+", "+<wbr>")}'
 
 
 def signed(text: str) -> str:
@@ -192,16 +192,14 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str,
     pad = (max(values) - min(values)) * 0.06
     x = Scale(min(values) - pad, max(values) + pad, 0, 100)
     left, right = max(x(-spread), 0), min(x(spread), 100)
-    parts = [f'<rect class="spread" x="{left}%" y="{top}" width="{right - left:.2f}%" height="{bottom - top}"/>']
-    for tick in x.ticks(4):
-        parts += [
-            line("grid", x(tick), top, x(tick), bottom),
-            text(x(tick), bottom + 18, _number(tick), "tick", "middle"),
-        ]
-    parts += [line(css, x(place), top, x(place), bottom) for css, place in (("zero", 0), ("bound", bound))]
+    parts = [text(x(tick), bottom + 18, _number(tick), "tick", "middle") for tick in x.ticks(4)]
     parts.append(text(50, bottom + 38, x_label, anchor="middle"))
     for start, row in zip(range(top, bottom, row_height), rows, strict=True):
-        parts += [text(0, start + 20, row.name, "row-label"), text(100, start + 20, row.label, "value", "end")]
+        parts += [text(0, start + 18, row.name, "row-label"), text(100, start + 18, row.label, "value", "end")]
+        high, low = start + 26, start + row_height - 4  # no line crosses a label
+        parts.append(f'<rect class="spread" x="{left}%" y="{high}" width="{right - left:.2f}%" height="{low - high}"/>')
+        lines = [*(("grid", tick) for tick in x.ticks(4)), ("zero", 0), ("bound", bound)]
+        parts += [line(css, x(place), high, x(place), low) for css, place in lines]
         if not math.isfinite(row.mean):
             continue
         middle, stroke = start + 40, f' stroke="{row.color}"'

@@ -17,7 +17,7 @@ GOOD = '<svg role="img" aria-label="chart" width="200" height="90"><path d="M0 0
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("name", "charts"), [("compare", 3), ("monitor", 4)])
+@pytest.mark.parametrize(("name", "charts"), [("compare", 3), ("monitor", 4), ("compare_hard", 3), ("monitor_hard", 4)])
 def test_a_page_of_a_command_has_no_fault(tab, reports, name, charts, width, scheme):
     assert tab.faults(reports / f"{name}.html", width, scheme) == []
     assert tab.charts() >= charts

@@ -27,7 +27,7 @@ def render(results: Results) -> str:
         summary.runs_text(settings["seeds"], settings["steps"]),
         summary.held_out_text(results),
         f"torch {results['versions'].get('torch', '?')}",
-        results["date"].replace("T", " ").replace("+00:00", " UTC"),
+        results["date"].replace("T", " ").replace("+00:00", " UTC").replace("-", "\N{NON-BREAKING HYPHEN}"),
     ]
     others = [name for name in results["backends"] if name != reference]
     colors = {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)}
