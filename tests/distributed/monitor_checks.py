@@ -99,7 +99,7 @@ def one_rank_logs_its_samples(engine):
     recipe = fp8_backends.FP8RecipeKwargs(
         backend="native:dynamic", monitor_every=2, monitor_file=str(file), guard="skip"
     )
-    arguments = engines.engine_arguments(engine, 1.0, 1, "Linear")
+    arguments = engines.engine_arguments(engine, 1.0, 1, "Sequential")
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], log_with=Notes(), **arguments)
     engines.start_engine(accelerator, engine, arguments)
     accelerator.init_trackers("run")
