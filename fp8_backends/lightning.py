@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from . import preparation, rules
 from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
+from .convert import features
 from .errors import RecipeError
 from .preparation import optimizer_steps, ranks
 from .recipes.handlers import Spec, resolve
@@ -53,7 +54,7 @@ class FP8Precision(Precision):
 
     def convert_module(self, module: LightningModule) -> LightningModule:
         """Convert the layers of the module in place. Raises `RecipeError` if the Trainer contradicts the recipe."""
-        trainer = module.trainer
+        trainer = self.trainer = module.trainer
         setup = rules.Setup(
             self.recipe,
             rules.Machine.this(),
@@ -77,7 +78,12 @@ class FP8Precision(Precision):
         for optimizer in optimizers:
             preconditions.check_optimizer(optimizer, self.recipe)
             optimizer_steps.watch_optimizer(model, optimizer, self.recipe)
+            features.run("report_samples", optimizer, self._log_sample)
         return model, optimizers, lr_schedulers
+
+    def _log_sample(self, values: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, step=self.trainer.global_step)
 
     def forward_context(self) -> contextlib.AbstractContextManager:
         """Autocast around FP8."""

@@ -5,6 +5,7 @@ precision around FP8. `notebook_launcher` stores its `mixed_precision` where `Ac
 running functions are searched; docs/patches.rst lists the alternatives.
 """
 
+import copy
 import os
 import sys
 import traceback
@@ -36,6 +37,18 @@ def running_trainer() -> Any:
     frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_argcount)
     firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames)
     return next((first for first in firsts if isinstance(first, trainer_class)), None)
+
+
+def log_by_trainer(trainer: Any, values: Mapping[str, float]) -> None:
+    """Log scalars of the running step to the trackers of a Trainer's `report_to`."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    trackers = tuple(get_reporting_integration_callbacks("all"))
+    state = copy.copy(trainer.state)
+    state.global_step += 1  # it counts a step when it has ended
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, trackers):
+            callback.on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:

@@ -35,7 +35,7 @@ from ..states import levels, original
 from ..states.checkpoint import unread_states, whole_states
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
-from .callers import running_trainer
+from .callers import log_by_trainer, running_trainer
 from .engines import setup_of, uses_deepspeed
 
 _PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
@@ -249,7 +249,7 @@ class FP8Mixin(_RunTimeClass):
         if uses_deepspeed(self):
             engines.watch_engine(self)
             if self.fp8_engine_steps is not None:
-                features.run("report_samples", self.fp8_engine_steps, self._log_samples)
+                features.run("report_samples", self.fp8_engine_steps, self._log_sample)
             return
         for optimizer in map(_innermost, self._optimizers):
             models = list(self._models)  # under FSDP2 one, with gathered parameters that are not the optimizer's
@@ -258,7 +258,7 @@ class FP8Mixin(_RunTimeClass):
                 models = [model for model in models if any(id(p) in trained for p in model.parameters())]
             if models:
                 optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
-                features.run("report_samples", optimizer, self._log_samples)
+                features.run("report_samples", optimizer, self._log_sample)
             elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
             if self.has_whole_weights and self.gradient_accumulation_steps > 1 and not engines.shares_layers(self):
@@ -441,9 +441,16 @@ class FP8Mixin(_RunTimeClass):
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
-    def _log_samples(self, values: dict[str, float], step: int) -> None:
-        if self.trackers:
-            self.log(values, step=step)
+    def _log_sample(self, values: dict[str, float], step: int) -> None:
+        """Log a sample of FP8's statistics to the trackers, at the optimizer's step, or by a running Trainer."""
+        if trainer := running_trainer():
+            log_by_trainer(trainer, values)
+        for tracker in self.trackers:
+            if tracker.name == "wandb":  # its own steps never decrease, so they stay the script's
+                tracker.tracker.define_metric("fp8/*", step_metric="fp8/step")
+                tracker.log({**values, "fp8/step": step}, commit=False)
+            else:
+                tracker.log(values, step=step)
 
     # Precision around FP8
 

@@ -10,6 +10,7 @@ A feature enters its functions in `FEATURES` when `registry.load` imports its fi
     after_backward(accelerator, loss)           a backward pass under Accelerate is done
     join_uneven_inputs(accelerator)             refuse ranks with different numbers of steps
     report_samples(optimizer, report)           call `report(values, step)` for each sample of this optimizer's steps
+    figures(optimizer)                          return {name: number} for the record of a sample of its steps
     sums_lost(root, prepared, step)             return {layer: share of its sums lost, and without fast accumulation}
     find_part(module, name, part)               return (kind, (in, out), obstacle) of a Parameter, or None
     count_visits(modules, names)                return a function: (name, module, part) -> passes of a token

@@ -224,6 +224,8 @@ class FirstStep:
             if not prepared.observed.proven:
                 prepared.observed.prove(root)
                 conversion.update_report(root, prepared)
+                flops = count_flops(root, prepared, root_counts)
+                prepared.observed.flops = flops.in_fp8, flops.needed
                 state_proof(root, prepared, root_counts, by_shape)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from ..watch.monitor import MUCH_OF_SUMS, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
+from ..watch.monitor import FIGURES, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
@@ -93,8 +93,7 @@ class Tensor:
             return (True,)
         if self.is_stored:
             return (False, sum(self.shares))
-        sums = self.last.get("sum_lost") or 0.0
-        return (False, sums if sums > MUCH_OF_SUMS else 0.0, lost_db(self.last) or 0.0, *self.shares)
+        return (False, any(applies(self.last) for applies in _NAMED.values()), lost_db(self.last) or 0.0, *self.shares)
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
@@ -193,6 +192,7 @@ def _record(line: str) -> dict[str, Any] | None:
             and 0 <= record["step"] < 1e300
             and isinstance(record["not_seen"], list)
             and all(text.isprintable() for text in texts)
+            and all(number is None or abs(number) < 1e300 for number in map(record.get, FIGURES))
             and all(_is_entry(name, entry) for name, entry in tensors)
         )
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):

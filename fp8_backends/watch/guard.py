@@ -144,7 +144,15 @@ def join_uneven_inputs(accelerator: Accelerator) -> None:
         )
 
 
-FEATURES["guard"].update(before_proof=watch, after_backward=after_backward, join_uneven_inputs=join_uneven_inputs)
+def counts_of(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the faults found and the steps skipped so far, for a record of the monitor."""
+    guard = guard_of(optimizer)
+    return {} if guard is None else {"guard_faults": guard.faults, "guard_skipped": guard.skipped}
+
+
+FEATURES["guard"].update(
+    before_proof=watch, after_backward=after_backward, join_uneven_inputs=join_uneven_inputs, figures=counts_of
+)
 
 
 def guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
@@ -177,6 +185,8 @@ class Guard:
         self.step = 0
         """Calls of `optimizer.step` in this process."""
         self.skipped = 0
+        self.faults = 0
+        """Faults found, also those beyond the latest in `found`."""
         self.found: deque[Fault] = deque(maxlen=REMEMBERED)
         self.shares_losses = False
         """Other optimizers get the same losses, so a bad loss may be theirs."""
@@ -436,6 +446,7 @@ class Guard:
         """Remember faults, and log the first of each kind."""
         for fault in (fault._replace(done=done) for fault in found):
             self.found.append(fault)
+            self.faults += 1
             if fault.kind not in self._logged_kinds and (on_every_rank or is_main_process()):
                 logger.warning(
                     "guard: %s. Later ones of this kind are in fp8_backends.watch.guard.faults(optimizer)",

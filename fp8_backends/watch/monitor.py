@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import time
 import weakref
@@ -29,8 +30,8 @@ from torch import nn
 from ..announcement import is_main_process, logger
 from ..compute.interface import Compute
 from ..compute.tensor_cores import sum_lost
+from ..convert import features
 from ..convert.conversion import PREPARED, Prepared, prepared_roots
-from ..convert.features import FEATURES
 from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
 from ..formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..recipes.handlers import Recipe
@@ -47,6 +48,8 @@ NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of cast tensors in records."""
 STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of tensors stored by levels in few bits, besides weights."""
+FIGURES = ("share", "guard_faults", "guard_skipped")
+"""Figures of a record besides its tensors: FP8's share of the weight FLOPs, and the counts of a guard so far."""
 
 NOT_FINITE = "inf or NaN"
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
@@ -101,7 +104,7 @@ def sums_lost(root: nn.Module, prepared: Prepared, step: Callable[[], Any]) -> d
     return {name: (lost[name], without[name]) for name in lost if lost[name] > MUCH_OF_SUMS > without[name]}
 
 
-FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples, sums_lost=sums_lost)
+features.FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples, sums_lost=sums_lost)
 
 
 class Monitor:
@@ -163,8 +166,11 @@ class Monitor:
             "sums": sorted({chip for chip, _ in sample.sums.values()}),
             "tensors": tensors,
             "not_seen": sorted({name for watched in sample.watched for name in watched.layers} - tensors.keys()),
+            "share": _share(sample.watched),
             "seconds": round(sample.seconds + time.perf_counter() - began, 4),
         }
+        for figures in features.run("figures", optimizer):
+            record |= figures
         self._write(record)
         self._name_notable(record)
         if self.report is not None and (values := summary(record)):
@@ -303,6 +309,12 @@ class Sample:
 # Records
 
 
+def _share(watched: list[Watched]) -> float | None:
+    """Return the share of the first step's weight FLOPs in FP8, as in the proof line; None before the proof."""
+    in_fp8, needed = map(sum, zip(*(each.prepared.observed.flops for each in watched), strict=True))
+    return round(in_fp8 / needed, 6) if needed else None
+
+
 def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:
     """Return the numbers of one tensor for JSON; None for non-finite ones, and for those without meaning then."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
@@ -348,16 +360,27 @@ def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, A
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
-    """Summarize a record by its worst tensors: `fp8/not_finite`, the number of tensors with an inf or a NaN,
-    `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and `fp8/max_flushed`. The last three are NaN if a cast
-    is not finite. Empty for a record without casts."""
-    tensors = tensors_of(record)
-    casts = [entry for _, name, entry in tensors if name not in STORED]
-    if not casts:
+    """Summarize a record for trackers, by its worst casts: `fp8/worst_sqnr` in dB, `fp8/sqnr/GROUP` for layers whose
+    names differ only in numbers, the shares `fp8/saturated`, `fp8/flushed` and `fp8/sum_lost`, all NaN if one of these
+    casts is not finite; `fp8/not_finite`, the number of tensors with an inf or a NaN; and the record's `FIGURES`. Empty
+    for a record without casts."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for layer, entries in record["tensors"].items():
+        group = re.sub(r"(^|\.)\d+(?=\.|$)", "", layer).lstrip(".") or layer or "root"
+        groups.setdefault(group, []).extend(entry for name, entry in entries.items() if name not in STORED)
+    if not (casts := [entry for entries in groups.values() for entry in entries]):
         return {}
-    values = {"fp8/not_finite": float(sum(not is_finite(entry) for *_, entry in tensors))}
-    if not all(map(is_finite, casts)):
-        return values | dict.fromkeys(("fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed"), math.nan)
-    values |= {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}
-    sqnr = [entry["sqnr_db"] for entry in casts if entry["sqnr_db"] is not None]
-    return values | ({"fp8/worst_sqnr": min(sqnr)} if sqnr else {})
+    values = {f"fp8/{name}": record.get(name) for name in FIGURES}
+    values["fp8/not_finite"] = float(sum(not is_finite(entry) for *_, entry in tensors_of(record)))
+    values["fp8/worst_sqnr"] = _worst(min, "sqnr_db", casts)
+    values |= {f"fp8/{key}": _worst(max, key, casts) for key in ("saturated", "flushed", "sum_lost")}
+    values |= {f"fp8/sqnr/{group}": _worst(min, "sqnr_db", entries) for group, entries in groups.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _worst(pick: Callable[..., Any], key: str, casts: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the worst figure of these casts: NaN if a cast with it is not finite, None if no cast has it."""
+    entries = [entry for entry in casts if key in entry]
+    if not all(map(is_finite, entries)):
+        return math.nan
+    return pick((entry[key] for entry in entries if entry[key] is not None), default=None)

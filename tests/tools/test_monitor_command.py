@@ -127,7 +127,7 @@ def test_json_has_the_findings_the_samples_and_the_tensors(spoiled, tmp_path, ca
     found = json.loads(printed.out, parse_constant=pytest.fail)
     assert (found["mood"], found["not_finite"][0]["step"]) == ("bad", 200) and "page.html" in printed.err
     assert found["not_finite"][0]["tensors"] == ["model.layers.0.q_proj input", "model.layers.0.o_proj grad_output"]
-    assert [each["fp8/max_saturated"] for each in found["samples"]] == [0.0, None, None]
+    assert [each["fp8/saturated"] for each in found["samples"]] == [0.0, None, None]
     assert {each["tensor"] for each in found["tensors"]} == {"input", "grad_output"}
     assert found["steps"] == [100, 200, 300]
 
@@ -182,9 +182,11 @@ def test_typical_errors_match_normal_distribution():
 
 
 def test_the_summary_has_the_worst_casts():
-    found = summary(record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)))
-    worst = {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}
-    assert found == {"fp8/not_finite": 0.0, **worst}
+    samples = {**record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)), "share": 0.9, "guard_faults": 3}
+    samples["tensors"] |= {"model.layers.1.q_proj": {"input": entry(19.0)}, "head": {"input": entry()}, "7": {}}
+    worst = {"fp8/worst_sqnr": 19.0, "fp8/saturated": 0.0, "fp8/flushed": 0.3, "fp8/not_finite": 0.0}
+    groups = {"fp8/sqnr/model.layers.q_proj": 19.0, "fp8/sqnr/head": 31.6}
+    assert summary(samples) == {"fp8/share": 0.9, "fp8/guard_faults": 3, **worst, **groups}
 
 
 def changed(key, value):
@@ -197,6 +199,7 @@ def changed(key, value):
         {**record(300), "step": -1},
         {**record(300), "step": 10**400},
         {**record(300), "recipe": 7},
+        {**record(300), "share": "most"},
         {**record(300), "not_seen": "layer"},
         {**record(300), "tensors": {"a\x1b[2J": {"input": entry()}}},
         record(300, input=changed("format", "e9m9")),

@@ -200,7 +200,7 @@ def test_non_finite_values_give_no_healthy_figure(backend, tmp_path, caplog):
     assert [values["fp8/not_finite"] for at, values in sampled if at < 4] == [0, 0]
     spoiled = dict(sampled)[4]
     assert spoiled["fp8/not_finite"] >= 3
-    assert all(math.isnan(spoiled[f"fp8/{name}"]) for name in ("worst_sqnr", "max_saturated", "max_flushed"))
+    assert all(math.isnan(spoiled[f"fp8/{name}"]) for name in ("worst_sqnr", "saturated", "flushed"))
     read = samples.read_samples(tmp_path / "file")
     assert next(iter(read.not_finite)) == 4 and read.not_finite[4][0] == "down input"
     entry = read.records[2]["tensors"]["down"]["grad_output"]
@@ -375,7 +375,8 @@ def test_trackers_get_a_summary(tmp_path):
     for seed in range(2):
         step(model, optimizer, seed)
     ((values, at),) = tracker.logged
-    assert at == 2 and values.keys() == {"fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed", "fp8/not_finite"}
+    names = ("share", "worst_sqnr", "saturated", "flushed", "sum_lost", "not_finite", "sqnr/up", "sqnr/down")
+    assert at == 2 and values.keys() == {f"fp8/{name}" for name in names}
     (record,) = records(tmp_path / "file")
     sqnr = [entry["sqnr_db"] for found in record["tensors"].values() for entry in found.values()]
     assert values["fp8/worst_sqnr"] == min(sqnr)
