@@ -5,6 +5,7 @@ Budgets hold for the blind prediction: its kernels and bytes were counted in the
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -21,10 +22,13 @@ from budgets import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8_backends.compute.products import scaled_product
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 own_path = list(sys.path)  # benchmarks/distributed.py would hide the folder of tests
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "ahead")]
 import beside  # noqa: E402
+import outside  # noqa: E402
 import rates  # noqa: E402
 import roofline  # noqa: E402
 import specs  # noqa: E402
@@ -193,6 +197,12 @@ def test_traced_product_has_one_scale_or_one_a_row():
         graph = make_fx(product, tracing_mode="fake")(*codes, *scales)
         (found,), _ = matrix_work(graph)
         assert found == Product("_scaled_mm", 32, 64, 48, "float8_e4m3fn", "bfloat16", True, rowwise)
+
+
+def test_recorded_products_take_every_argument_of_the_package():
+    """Callers pass some by position: a head with a fused loss names the sums."""
+    recorder = outside.Recorder._scaled_product
+    assert [*inspect.signature(recorder).parameters][1:] == [*inspect.signature(scaled_product).parameters]
 
 
 def operations(text: str) -> list[Operation]:
