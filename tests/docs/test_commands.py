@@ -17,10 +17,9 @@ from torch.distributed.run import get_args_parser
 from widths import nightly_but
 
 from fp8_backends.accelerate_plugin.launch import Configuration, parse, recipe_fields
-from fp8_backends.compute.chips import product_named
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
-from fp8_backends.tools import advise, doctor, monitor
+from fp8_backends.tools import advise, monitor
 from fp8_backends.tools.compare import command as compare
 from fp8_backends.tools.config import read
 from fp8_backends.tools.main import main
@@ -175,11 +174,6 @@ def test_command_options_and_backends_exist():
     names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
     assert all(map(resolve, names.split(",")))
     assert (monitored.file, monitored.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
-
-
-def test_doctor_commands_name_known_chips():
-    chips = [asked.chip for asked in parsed("doctor", doctor) if asked.chip]
-    assert chips and all(product_named(chip).chip for chip in chips)
 
 
 def test_the_examples_commands_copy_their_examples(folder):
