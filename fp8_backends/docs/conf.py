@@ -33,9 +33,8 @@ html_context = {"versions": os.environ.get("FP8_BACKENDS_DOCS_VERSIONS", "").spl
 _parts = ("brand", "search", "scroll-start", "navigation", "scroll-end")
 html_sidebars = {"**": [*(f"sidebar/{part}.html" for part in _parts), "versions.html"]}
 
-autodoc_member_order = "bysource"
+autodoc_member_order, autodoc_preserve_defaults = "bysource", True
 autodoc_mock_imports = ["lightning"]  # no extra of the documentation
-add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 140  # with the modules of types, which pages leave out
 
@@ -82,9 +81,9 @@ def literal_names(app, what, name, obj, options, lines):
 
 
 def short_types(app, what, name, obj, options, signature, returned):
-    """Name the union of all spellings of a recipe."""
+    """Name the union of all spellings of a recipe, and shorten empty defaults."""
     union = r"str \| [\w.~]*Mapping\[str, [\w.~]*Any\] \| [\w.~]*Recipe \| [\w.~]*TransformerEngineRecipe \| None"
-    return re.sub(union, "Spec", signature or "") or None, returned
+    return re.sub(union, "Spec", signature or "").replace("<factory>", "...") or None, returned
 
 
 def setup(app):
