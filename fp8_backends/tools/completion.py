@@ -27,6 +27,7 @@ def completion_script(commands: Mapping[str, tuple[str, str]], shell: str) -> st
         import shtab
     except ImportError:
         raise FP8BackendError("--print-completion needs shtab: pip install shtab") from None
+    colon = r"\:" if shell == "zsh" else ":"  # zsh splits at others
     whole = argparse.ArgumentParser(prog="fp8-backends")
     whole.add_argument("--version", action="version")
     whole.add_argument("--print-completion", choices=SHELLS)
@@ -39,7 +40,8 @@ def completion_script(commands: Mapping[str, tuple[str, str]], shell: str) -> st
             module.add_arguments(of_command)
         for action in of_command._actions:
             if action.dest in ("backend", "backends", "fp8_backend", "chip"):
-                action.choices = [*chips.PRODUCTS] if action.dest == "chip" else backend_strings()
+                names = chips.PRODUCTS if action.dest == "chip" else backend_strings()
+                action.choices = [name.replace(":", colon) for name in names]
             elif action.dest in _FILES:
                 action.complete = shtab.FILE
     script = shtab.complete(whole, shell)
