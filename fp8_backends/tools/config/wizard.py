@@ -1,6 +1,7 @@
 """`fp8-backends config --new`: ask for chip, model, ranks and memory, and propose a configuration for Accelerate."""
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from ...compute import chips, hardware, registry
-from ...compute.fields import flag, one_of, whole_number, word
+from ...compute.fields import one_of, whole_number, word
 from ...errors import FP8BackendError
 from ...recipes.handlers import refusal_of, resolve
-from ...words import share
+from ...words import share, shown
 from ..completion import backend_strings
 from ..estimate.command import GIB, SEQUENCE, Device, device_named
 from ..estimate.estimates import USABLE, Estimate, Workload, estimate
@@ -44,9 +45,9 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
     advice = chips.advice_for(gpu, te_runs, hardware.cpu_bf16())
     if not advice.backend:
         print(wrapped(f"Note: for speed train in {advice.precision} there: {advice.reason}."))
-    workload, machines = _ask_workload(device, is_here=rented is None, on_gpu=gpu is not None)
-    engine, estimates = _ask_engine(workload, device, advice.backend or "native:dynamic", on_gpu=gpu is not None)
-    proposal, is_short = _ask_memory(engine, estimates)
+    workload, machines = _ask_workload(is_here=rented is None, on_gpu=gpu is not None)
+    engine, fits = _ask_engine(workload, device, advice.backend or "native:dynamic", on_gpu=gpu is not None)
+    proposal, is_short = _ask_memory(engine, fits, workload.sequence >= LONG)
     values = {
         **{"compute_environment": "LOCAL_MACHINE", "num_machines": machines, "machine_rank": 0},
         **{"num_processes": workload.devices, "use_cpu": gpu is None, "mixed_precision": "fp8"},
@@ -56,7 +57,7 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
         values["main_process_ip"] = _ask("address", socket.gethostname(), word, ("address", "of the first machine"))
         values |= {"main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
     compiled = "fewer kernels for FP8's casts; the first step takes minutes. Repeated layers only"
-    if _ask("torch.compile", _yes(gpu is not None), flag, ("yes", compiled), ("no", "starts at once")):
+    if _ask_yes("torch.compile", gpu is not None, ("yes", compiled), ("no", "starts at once")):
         values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
 
     def configured(backend: str) -> TrainingConfig:
@@ -71,14 +72,17 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
             raise FP8BackendError(f"{error.reason}. Fix: {error.fix}")
         return config
 
-    choices = ("proposed", proposal), ("others", ", ".join(backend_strings()))
+    choices = (
+        ("proposed", proposal + (f": {advice.reason}" if advice.backend else "")),
+        ("others", ", ".join(backend_strings())),
+    )
     return path, _ask("backend", proposal, configured, *choices), rented
 
 
 def launch_commands(path: str, machines: int) -> str:
     """Return the command to train with this file: one line for each machine."""
     ranks = [f"--machine_rank {rank} " for rank in range(machines)] if machines > 1 else [""]
-    return "\n".join(f"    fp8-backends launch --config_file {path} {rank}train.py" for rank in ranks)
+    return "\n".join(f"    fp8-backends launch --config_file {shlex.quote(path)} {rank}train.py" for rank in ranks)
 
 
 def _ask(name: str, default: object, parse: Callable[[str], Answer], *choices: tuple[str, str]) -> Answer:
@@ -99,19 +103,20 @@ def _ask(name: str, default: object, parse: Callable[[str], Answer], *choices: t
             return parse(answer)
         except FP8BackendError as error:
             print(wrapped(f"{error}."))
-        except ValueError as error:
-            print(wrapped(f"{name} {answer} {error}."))
+        except ValueError as error:  # of a parser of fields: "must be …"
+            print(wrapped(f"{shown(answer)} {error}."))
 
 
-def _yes(is_yes: bool | None) -> str:
-    return "yes" if is_yes else "no"
+def _ask_yes(name: str, is_default: bool, *choices: tuple[str, str]) -> bool:
+    words = one_of("yes", "no", "y", "n")
+    return _ask(name, "yes" if is_default else "no", words, *choices).startswith("y")
 
 
 def _ask_path(path: str | None) -> str:
     free = next(name for i in range(1, 1000) if not os.path.exists(name := f"fp8{f'_{i}' * (i > 1)}.yaml"))
     while True:
         path = path or _ask("file", free, _in_folder, ("file", "where the configuration is written"))
-        if not os.path.exists(path) or _ask("overwrite", "no", flag, (path, "exists already")):
+        if not os.path.exists(path) or _ask_yes("overwrite", False, (path, "exists already")):
             return _in_folder(path)
         path = None
 
@@ -132,7 +137,7 @@ def _model(text: str) -> ModelShape:
     return from_parameters(parse_count(text)) if is_count else from_transformers(text)
 
 
-def _ask_workload(device: Device, is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
+def _ask_workload(is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
     """Return what one rank trains, and the number of machines."""
     sizes = ("model", "parameters of a Llama, such as 8B or 350M, or a config.json of transformers, or its folder")
     model = _ask("model", "8B" if on_gpu else "100M", _model, sizes)
@@ -148,38 +153,45 @@ def _ask_workload(device: Device, is_here: bool, on_gpu: bool) -> tuple[Workload
 
     gpus = torch.cuda.device_count() if is_here else 0
     ranks = _ask("ranks", max(1, gpus) * machines, shared_evenly, ("ranks", "processes in all, one for each GPU"))
-    return Workload(model=model, sequence=sequence, devices=ranks, memory=device.memory), machines
+    return Workload(model=model, sequence=sequence, devices=ranks), machines
 
 
-def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) -> tuple[str, list[Estimate]]:
-    """Return the engine, and the estimates for it: plain storage first."""
+def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) -> tuple[str, dict[str, bool]]:
+    """Return the engine, and for plain storage first, then levels, if they fit under it."""
     alone = workload.devices == 1
     stored = "te+msamp:O2" if plain.startswith("te") else "msamp:O2" if alone else "msamp:O4"
-    backends = dict.fromkeys([plain, stored, *(["msamp:O4"] if alone else [])])
     shardings = ["none"] if alone else ["ddp", "fsdp2"] if on_gpu else ["ddp"]
     with Progress(f"estimating memory of {workload.model.title}") as progress:
-        estimates = estimate(workload, [*backends], shardings, progress)
-    by_sharding = {name: [each for each in estimates if each.sharding == name] for name in shardings}
-    rows = [[f"{each.peak / GIB:.3g} GiB" for each in column] for column in zip(*by_sharding.values(), strict=True)]
+        estimates = estimate(workload, [plain, stored], shardings, progress)
+        if stored == "msamp:O2" and not _fits(estimates[-1], device):
+            estimates += estimate(workload, ["msamp:O4"], shardings, progress)
+    peaks: dict[str, list[str]] = {}
+    for each in estimates:
+        peaks.setdefault(each.backend, []).append(f"{each.peak / GIB:.3g} GiB")
     print(f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(USABLE)} is for tensors.')}")
     heads = ["", *("peak" if name == "none" else name for name in shardings)]
-    print(table([heads, *([name, *row] for name, row in zip(backends, rows, strict=True))]))
-    if len(shardings) == 1:
-        return shardings[0], estimates
-    engine = _ask("engine", "ddp" if estimates[0].fits else "fsdp2", one_of(*ENGINES), *ENGINES.items())
-    return engine, by_sharding.get(engine, by_sharding["fsdp2"][:1])
+    print(table([heads, *([name, *row] for name, row in peaks.items())]))
+    fits = {name: {e.backend: _fits(e, device) for e in estimates if e.sharding == name} for name in shardings}
+    engine = shardings[0]
+    if len(shardings) > 1:
+        engine = _ask("engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items())
+    return engine, fits.get(engine, {plain: True})
 
 
-def _ask_memory(engine: str, estimates: list[Estimate]) -> tuple[str, bool]:
+def _fits(estimate: Estimate, device: Device) -> bool:
+    return estimate.peak <= USABLE * device.memory
+
+
+def _ask_memory(engine: str, fits: dict[str, bool], is_long: bool) -> tuple[str, bool]:
     """Return the proposed backend, and if memory is short."""
-    plain, *levels = estimates
-    stored = next((each for each in levels if each.fits), [plain, *levels][-1]).backend
-    saves = f"{stored} stores weights, gradients and Adam states in 8 and 16 bits"
-    choices = [("no", f"{plain.backend} stores them as bf16 training does"), ("yes", saves)]
+    plain, *levels = fits
+    stored = next((level for level in levels if fits[level]), [plain, *levels][-1])
+    saves = f"{stored} stores weights, gradients and Adam states in 8 and 16 bits{'; and activations in FP8' * is_long}"
+    choices = [("no", f"{plain} stores them as bf16 training does"), ("yes", saves)]
     if engine == "deepspeed":
         choices = [("no", "ZeRO-2 shares gradients and Adam states"), ("yes", "ZeRO-3 shares weights, too")]
-    is_short = _ask("memory is short", _yes(not plain.fits), flag, *choices)
-    return stored if is_short else plain.backend, is_short
+    is_short = _ask_yes("memory is short", not fits[plain], *choices)
+    return stored if is_short else plain, is_short
 
 
 def _engine_keys(engine: str, on_gpu: bool, is_short: bool) -> dict[str, Any]:
