@@ -2,7 +2,7 @@
 
     python qwen3_lora.py --model Qwen/Qwen3-8B --text corpus.txt --backend native:dynamic
 
-Estimated: QWEN.
+Estimated from the shapes: the base takes 9.4 GB, in bf16 16.4 GB. FP8 holds its layers, bf16 embedding and head.
 """
 
 import argparse

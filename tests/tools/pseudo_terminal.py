@@ -22,7 +22,7 @@ class PseudoTerminal:
     def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> None:
         self._keys, screen = pty.openpty()
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-        environment = {**os.environ, **(environment or {}), "TERM": "dumb"}
+        environment = {**os.environ, "TERM": "dumb", **(environment or {})}
         for name in ("COLUMNS", "LINES"):
             environment.pop(name, None)
         ends = {"stdin": screen, "stdout": screen, "stderr": screen}

@@ -175,9 +175,12 @@ def image_model(model: Path, data: Path) -> None:
 
 CAUSAL, MASKED = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
 EXPERTS = transformers.MixtralConfig(vocab_size=128, num_key_value_heads=2, num_local_experts=4, **SIZES)
+QWEN3 = transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
 MAKE = {
     "llama": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
-    "qwen3_lora": language_model(CAUSAL, transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)),
+    "qwen3_lora": language_model(
+        CAUSAL, transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
+    ),
     "mixtral": language_model(CAUSAL, EXPERTS),
     "bert": language_model(MASKED, transformers.BertConfig(vocab_size=128, **SIZES)),
     "vit": image_model,
