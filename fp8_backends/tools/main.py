@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return module.run(args.words if chosen == "launch" else args)
     except FP8BackendError as error:
-        print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
+        print(f"{' '.join(filter(None, ('fp8-backends', args.command)))}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"fp8-backends {args.command}: interrupted", file=sys.stderr)

@@ -94,4 +94,4 @@ def test_help_imports_no_command():
     ask += " if name.startswith(('shtab', 'fp8_backends.tools.')) and name.count('.') == 2])"
     ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=240, check=True)
     loaded = ended.stdout.splitlines()[-1]
-    assert loaded == "['fp8_backends.tools.terminal', 'fp8_backends.tools.completion', 'fp8_backends.tools.main']"
+    assert loaded == "['fp8_backends.tools.completion', 'fp8_backends.tools.main']"
