@@ -11,6 +11,7 @@ from .. import __version__
 from ..compute.fields import closest
 from ..errors import FP8BackendError
 from ..words import shortened, shown
+from .completion import SHELLS, completion_script
 
 COMMANDS = {
     "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
@@ -52,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
+    parser.add_argument(
+        "--print-completion", choices=SHELLS, help="print the script that completes words in this shell"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    chosen = next((word for word in argv if not word.startswith("-") and word not in SHELLS), None)
     if chosen not in (None, *COMMANDS):
         parser.error(f"unknown command {shown(chosen)}{closest(chosen, COMMANDS)}; known are {', '.join(COMMANDS)}")
     for name, (module_name, purpose) in COMMANDS.items():
@@ -78,13 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_fault = parser if args.command is None else of_command
         options = {**parser._option_string_actions, **at_fault._option_string_actions}
         at_fault.error(f"unrecognized arguments: {' '.join(unknown)}{closest(unknown[0].partition('=')[0], options)}")
-    if args.command is None:
+    if args.command is None and args.print_completion is None:
         parser.print_help()
         return 0
     try:
+        if args.print_completion is not None:
+            print(completion_script(COMMANDS, args.print_completion))
+            return 0
         return module.run(args.words if chosen == "launch" else args)
     except FP8BackendError as error:
-        print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
+        print(f"{' '.join(filter(None, ('fp8-backends', args.command)))}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"fp8-backends {args.command}: interrupted", file=sys.stderr)

@@ -135,7 +135,7 @@ def test_files_for_other_programs_agree(folder):
 
 
 def test_every_yaml_block_is_tested(folder):
-    names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml"}
+    names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml", "nodes.yaml"}
     assert {path.name for path in folder.glob("*.yaml")} == names
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
 
@@ -179,7 +179,7 @@ def test_command_options_and_backends_exist():
 def test_the_examples_commands_copy_their_examples(folder):
     lines = [line for line in commands() if line.startswith("fp8-backends examples")]
     assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
-    assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
+    assert (folder / "qwen3_lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
 
 
 def test_checkpoint_command_lists_its_folder(folder, capsys):
@@ -235,6 +235,6 @@ def test_readme_has_one_line_that_installs_and_tests():
 
 
 def test_every_command_is_tested():
-    known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
+    known = "launch |torchrun |python train.py|python -m (pytest|sphinx|sglang)|python benchmarks/"
     known += "|fp8-backends (config|doctor|estimate|compare|advise|examples|checkpoint|monitor)"
     assert [line for line in commands() if not re.search(known, line)] == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import math
 import os
 import re
 import shlex
@@ -10,9 +12,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import PIL.Image
 import pytest
+import tokenizers
+import transformers
 import warm_process
 
 import fp8_backends
@@ -27,9 +33,10 @@ EXAMPLES = examples()
 def test_a_script_is_short_with_a_start_command_and_public_names(name):
     """Further imports of the package are in a guide."""
     source = EXAMPLES[name].script.read_text(encoding="utf-8")
-    assert len(source.splitlines()) < 60
+    assert len(source.splitlines()) <= 70
     words = shlex.split(EXAMPLES[name].start)
     assert f"{name}.py" in words and words[-2] == "--backend"
+    assert ("--model" in words) == EXAMPLES[name].has_tiny == ("Estimated" in ast.get_docstring(ast.parse(source)))
     assert len(EXAMPLES[name].shows.splitlines()) == 1 and EXAMPLES[name].shows.endswith(".")
     tree = ast.parse(source)
     guides = [(ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text() for name in ("contributing", "trainers")]
@@ -46,32 +53,32 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 7 and all(each.start in printed for each in EXAMPLES.values())
+    assert len(EXAMPLES) == 8 and all(each.start in printed for each in EXAMPLES.values())
     assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_an_example_is_copied_and_nothing_is_overwritten(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["examples", "trainer.py"]) == 0
-    assert "    python trainer.py --backend native:dynamic\n" in capsys.readouterr().out
-    assert (tmp_path / "trainer.py").read_bytes() == EXAMPLES["trainer"].script.read_bytes()
-    (tmp_path / "trainer.py").write_text("mine")
-    assert main(["examples", "trainer"]) == 2
-    assert "trainer.py exists already" in capsys.readouterr().err and (tmp_path / "trainer.py").read_text() == "mine"
+    assert main(["examples", "trl_sft.py"]) == 0
+    assert "    python trl_sft.py --backend native:dynamic\n" in capsys.readouterr().out
+    assert (tmp_path / "trl_sft.py").read_bytes() == EXAMPLES["trl_sft"].script.read_bytes()
+    (tmp_path / "trl_sft.py").write_text("mine")
+    assert main(["examples", "trl_sft"]) == 2
+    assert "trl_sft.py exists already" in capsys.readouterr().err and (tmp_path / "trl_sft.py").read_text() == "mine"
     (tmp_path / "folder").mkdir()
-    assert main(["examples", "trainer", "folder"]) == main(["examples", "trainer", "my trainer.py"]) == 0
+    assert main(["examples", "trl_sft", "folder"]) == main(["examples", "trl_sft", "my trl_sft.py"]) == 0
     printed = capsys.readouterr().out
-    assert "python folder/trainer.py" in printed and "python 'my trainer.py' --backend" in printed
-    assert main(["examples", "trainer", "nowhere/trainer.py"]) == 2
-    assert "nowhere/trainer.py cannot be written: No such file" in capsys.readouterr().err
-    assert main(["examples", "trainer", "lora"]) == 2
-    assert "lora is no folder" in capsys.readouterr().err and not (tmp_path / "lora").exists()
+    assert "python folder/trl_sft.py" in printed and "python 'my trl_sft.py' --backend" in printed
+    assert main(["examples", "trl_sft", "nowhere/trl_sft.py"]) == 2
+    assert "nowhere/trl_sft.py cannot be written: No such file" in capsys.readouterr().err
+    assert main(["examples", "trl_sft", "elsewhere"]) == 2
+    assert "elsewhere is no folder" in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
 
 
 def test_an_unknown_name_exits_with_2_and_the_nearest_one(capsys):
-    assert main(["examples", "trainr"]) == 2
+    assert main(["examples", "trl_sf"]) == 2
     error = capsys.readouterr().err
-    assert "did you mean 'trainer'?" in error and all(name in error for name in EXAMPLES)
+    assert "did you mean 'trl_sft'?" in error and all(name in error for name in EXAMPLES)
 
 
 COPY_ALL = """
@@ -94,20 +101,90 @@ def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path)
         assert ended.returncode == 0, ended.stderr
         return ended
 
-    run("-m", "fp8_backends", "examples", "lora")
-    (folder / "lora.py").unlink()
+    run("-m", "fp8_backends", "examples", "llama")
+    (folder / "llama.py").unlink()
     place, *commands = re.findall(r"^(/.*|    .*)$", run("-c", COPY_ALL, *EXAMPLES).stdout, re.M)
+    commands = [line for line in commands if "--model" not in line]  # they need weights and data
     assert place.startswith(environment["PYTHONPATH"]) and len(commands) == len(EXAMPLES)
     for command in commands:
         with subtests.test(command.strip()):
             program, *arguments = shlex.split(command)
-            assert program == "python" or arguments[:2] == ["--nproc_per_node", "2"]
-            start = [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
-            ended = run(*start, *arguments)
+            ended = run(*launcher(program), *arguments)
             losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
             assert len(losses) > 2 and losses[-1] < 0.8 * losses[0], ended.stdout
             backend = re.escape(arguments[-1])
-            assert len(re.findall(rf"^{backend}: \d+/\d+ Linear, .* in FP8", ended.stderr, re.M)) == 1, ended.stderr
+            assert len(re.findall(rf"^{backend}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, ended.stderr
+
+
+def launcher(program: str) -> list[str]:
+    return [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.has_tiny])
+def test_the_real_command_trains_from_a_checkpoint_and_data(name, tmp_path):
+    """Replace published weights and data by small files: the same code loads both."""
+    model, data = tmp_path / "model", tmp_path / "data"
+    MAKE[name](model, data)
+    program, *words = shlex.split(EXAMPLES[name].start)
+    words = ["2" if word == "8" else word for word in words]
+    words[words.index("--model") + 1] = str(model)
+    words[words.index("--images" if name == "vit" else "--text") + 1] = str(data)
+    words[words.index(f"{name}.py")] = str(EXAMPLES[name].script)
+    small = ["--batch", "4"] if name == "vit" else ["--length", "32"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    ended = warm_process.run(*launcher(program), *words, *small, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
+    assert losses and all(map(math.isfinite, losses)), ended.stdout
+    assert len(re.findall(rf"^{words[-1]}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, ended.stderr
+    if name == "llama":
+        layers = json.loads((tmp_path / "llama-fp8" / "config.json").read_text())["quantization_config"]
+        assert layers["quant_method"] == "compressed-tensors"
+        assert (tmp_path / "llama-fp8" / "tokenizer.json").exists()
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def language_model(auto: type, config: transformers.PretrainedConfig) -> Callable[[Path, Path], None]:
+    """Return a function that writes a model with a tokenizer of words, and a text of 2,000 words."""
+
+    def make(model: Path, data: Path) -> None:
+        words = {"<pad>": 0, "<mask>": 1, **{f"word{i}": i for i in range(2, 100)}}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        auto.from_config(config).save_pretrained(model)
+        special = {"pad_token": "<pad>", "mask_token": "<mask>"}
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
+        data.write_text(" ".join(f"word{2 + i % 90}" for i in range(2000)))
+
+    return make
+
+
+def image_model(model: Path, data: Path) -> None:
+    """Write a ViT and two folders of images."""
+    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    transformers.ViTForImageClassification(config).save_pretrained(model)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(model)
+    for color in ("red", "blue"):
+        (data / color).mkdir(parents=True)
+        for i in range(8):
+            PIL.Image.new("RGB", (40, 40), color).save(data / color / f"{i}.png")
+
+
+CAUSAL, MASKED = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
+EXPERTS = transformers.MixtralConfig(vocab_size=128, num_key_value_heads=2, num_local_experts=4, **SIZES)
+QWEN3 = transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
+MAKE = {
+    "llama": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
+    "qwen3_lora": language_model(
+        CAUSAL, transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
+    ),
+    "mixtral": language_model(CAUSAL, EXPERTS),
+    "bert": language_model(MASKED, transformers.BertConfig(vocab_size=128, **SIZES)),
+    "vit": image_model,
+}
 
 
 def unpacked_wheel(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "standard output and the explanations to standard error."
     )
     add = parser.add_argument
-    add("file", metavar="FILE", help="the configuration file")
+    add("file", metavar="FILE", nargs="?", help="the configuration file; with --new, the file to write")
+    add("--new", action="store_true", help="ask for chip, model and ranks, and write a new configuration")
     add("--from", dest="system", choices=("accelerate", "axolotl"), help="whose it is, if not told")
     add("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
     add("--backend", metavar="STRING", help="write this backend in place of the file's")
@@ -60,6 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.new:
+        return _new(args)
+    if args.file is None:
+        raise RecipeError("name a configuration file, or give --new to write one")
     if args.num_processes is not None and args.num_processes < 1:
         raise RecipeError(f"--num_processes {args.num_processes}: at least 1 is wanted")
     config = read(args.file, args.system, args.num_processes)
@@ -73,21 +79,46 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(explained(config, findings), file=sys.stdout if args.output else sys.stderr)
     if written is not None:
-        text = _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
+        text = _as_yaml(written)
         if args.output:
-            try:
-                Path(args.output).write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise FP8BackendError(f"--output {args.output}: {error.strerror or error}") from None
+            _write(args.output, text)
         if not args.json:
             launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
             print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
     return int(refused)
 
 
+def _new(args: argparse.Namespace) -> int:
+    """Ask, show the meaning and the text of the file, write it, and print the next command."""
+    if idle := [name for name, value in vars(args).items() if value and name not in ("command", "file", "new")]:
+        raise RecipeError(f"--new asks for everything: leave out {', '.join(idle)}")
+    from .wizard import launch_commands, new_config  # estimates load transformers
+
+    path, config, chip = new_config(args.file)
+    written = config.for_accelerate()
+    text = _as_yaml(written)
+    _write(path, text)
+    print(f"\n{explained(config, config.findings(chip))}\n\nwritten to {path}:\n\n{textwrap.indent(text, '    ')}")
+    where = f"train with it{'' if chip is None else f' on {chip}'}"
+    print(f"{where}:\n\n{launch_commands(path, written['num_machines'])}")
+    return 0
+
+
+def _as_yaml(written: dict[str, Any]) -> str:
+    return _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FP8BackendError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
 _WITHOUT_IMPORT = """\
-# For `fp8-backends launch`, or for `accelerate launch` of a script that imports fp8_backends. Without the import, stock
-# Accelerate ends with "... is not a valid FP8BackendType".
+# For `fp8-backends launch`, or for `accelerate launch` of a script that
+# imports fp8_backends. Without the import, stock Accelerate ends with
+# "... is not a valid FP8BackendType".
 """
 """Comment at the head of a file, since stock Accelerate's message does not name this package."""
 
