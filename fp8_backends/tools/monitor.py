@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from ..watch.monitor import FIGURES, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
+from ..watch.monitor import FIGURES, MUCH_OF_SUMS, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
@@ -93,7 +93,8 @@ class Tensor:
             return (True,)
         if self.is_stored:
             return (False, sum(self.shares))
-        return (False, any(applies(self.last) for applies in _NAMED.values()), lost_db(self.last) or 0.0, *self.shares)
+        sums, named = self.last.get("sum_lost") or 0.0, any(applies(self.last) for applies in _NAMED.values())
+        return (False, sums if sums > MUCH_OF_SUMS else 0.0, named, lost_db(self.last) or 0.0, *self.shares)
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}

@@ -100,7 +100,8 @@ def test_launcher_parses_every_other_launch_command(line):
         if "--config_file" not in line:  # the configuration's own test reads that file
             name = re.search(r"--fp8_backend (\S+)", line)[1]
             recipe = FP8RecipeKwargs(**recipe_fields(asked, Configuration()))
-            assert recipe == FP8RecipeKwargs(backend=name, **({"margin": 1} if "--fp8_margin 1" in line else {}))
+            fields = {name: int(number) for name, number in re.findall(r"--fp8_(margin|monitor_every) (\d+)", line)}
+            assert recipe == FP8RecipeKwargs(backend=name, **fields)
 
 
 def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
