@@ -27,7 +27,7 @@ html_theme = "furo"
 html_title = f"fp8-backends {version}"
 html_static_path, templates_path = ["_static"], ["_templates"]
 html_css_files, html_extra_path = ["site.css"], ["../examples"]
-html_copy_source = html_show_copyright = False
+html_copy_source = html_show_copyright = html_use_index = html_domain_indices = False
 smartquotes_action = "D"  # dashes, and quotes as they are
 html_context = {"versions": os.environ.get("FP8_BACKENDS_DOCS_VERSIONS", "").split()}
 _parts = ("brand", "search", "scroll-start", "navigation", "scroll-end")
