@@ -566,7 +566,7 @@ def speed() -> Picture:
     picture.note(
         f"Four layers of Llama 8B on one {machine['chip']}, {arguments['sequence']:,} tokens a step, "
         f"{arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao {machine['torchao']}, "
-        f"{dated(machine['date'])}. Whole steps in TransformerEngine: not measured yet."
+        f"{dated(machine['date'])}; with 95 % intervals. Whole steps in TransformerEngine: not measured yet."
     )
     picture.description = f"bf16: 1; {'; '.join(sentences)}"
     return picture
