@@ -11,10 +11,11 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_trainers import trainer_for
 from torch import nn
+from widths import nightly_but
 
 import fp8_backends
 from fp8_backends.lightning import FP8Precision
@@ -23,6 +24,7 @@ from fp8_backends.watch.monitor import monitor_of, summary
 
 WORST = ("fp8/worst_sqnr", "fp8/saturated", "fp8/flushed", "fp8/sum_lost", "fp8/not_finite")
 GUARD = ("fp8/guard_faults", "fp8/guard_skipped")
+LIGHTNINGS_STEP = "trainer/global_step"
 
 
 def tensorboard(folder) -> dict[str, dict[int, float]]:
@@ -40,6 +42,7 @@ def wandb_rows(folder) -> list[dict]:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.finish()
     wandb.teardown()  # writes all
     (file,) = Path(folder).rglob("run-*.wandb")
     data, position, payload, rows = file.read_bytes(), 7, b"", []
@@ -150,7 +153,8 @@ def test_a_trainer_reports_samples_at_its_steps(tracker, tmp_path, launched, off
     trainer_for(
         tmp_path, report_to=tracker, logging_steps=500, max_steps=3, save_strategy="steps", save_steps=3
     ).train()
-    trainer_for(tmp_path, report_to=tracker, logging_steps=500, bf16=True).train(resume_from_checkpoint=True)
+    trainer = trainer_for(tmp_path, report_to=tracker, logging_steps=500, bf16=True)
+    trainer.train(resume_from_checkpoint=True)
     if tracker == "wandb":
         scalars = by_step(wandb_rows(tmp_path), "train/global_step")
     else:
@@ -158,7 +162,8 @@ def test_a_trainer_reports_samples_at_its_steps(tracker, tmp_path, launched, off
     names = assert_same_as_file(scalars, tmp_path / "samples", prefix="train/")
     assert {"fp8/share", "fp8/sqnr/model.layers.mlp.up_proj", "fp8/guard_faults"} <= names
     assert scalars["train/fp8/worst_sqnr"].keys() == {2, 5}  # a new process samples every second of its own steps
-    assert "train/fp8/share" not in trainer_for(tmp_path).state.log_history
+    share = fp8_backends.audit(trainer.model).flops_share
+    assert 0.5 < share < 1 and scalars["train/fp8/share"][5] == pytest.approx(share, abs=1e-6)
 
 
 class Net(lightning.LightningModule):
@@ -175,19 +180,20 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.nightly
-def test_lightnings_logger_has_samples_beside_its_metrics(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", nightly_but(["tensorboard"], ["tensorboard", "wandb"]))
+def test_lightnings_logger_has_samples_beside_its_metrics(tracker, tmp_path, offline):
     recipe = {"backend": "native:dynamic", "monitor_every": 2, "monitor_file": str(tmp_path / "samples")}
     quiet = {name: False for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
     trainer = lightning.Trainer(
         max_steps=6,
         plugins=[FP8Precision(recipe)],
         accelerator="cpu",
-        logger=TensorBoardLogger(tmp_path),
+        logger=TensorBoardLogger(tmp_path) if tracker == "tensorboard" else WandbLogger(save_dir=tmp_path),
         log_every_n_steps=1,
         **quiet,
     )
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=16))
-    scalars = tensorboard(tmp_path)
+    scalars = tensorboard(tmp_path) if tracker == "tensorboard" else by_step(wandb_rows(tmp_path), LIGHTNINGS_STEP)
     assert scalars["loss"].keys() == {0, 1, 2, 3, 4, 5}
     assert "fp8/sqnr/layers" in assert_same_as_file(scalars, tmp_path / "samples", before=1)
