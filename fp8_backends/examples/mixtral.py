@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), reduction="mean")
         accelerator.print(f"step {step}: loss {mean.item():.4f}")
-    accelerator.save_model(model, args.output)  # plain weights; all ranks call it
+    accelerator.save_model(model, "mixtral")  # plain weights; all ranks call it
     accelerator.end_training()
 
 
@@ -58,7 +58,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a folder, or a name on the hub")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--output", default="mixtral", help="folder of the trained weights")
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
     parser.add_argument("--backend", default="msamp:O4")
     main(parser.parse_args())
