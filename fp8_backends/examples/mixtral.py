@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8_backends
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -39,10 +39,10 @@ def main(args: argparse.Namespace) -> None:
         sequences = ids[: len(ids) // args.length * args.length].view(-1, args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3 if args.tiny else 1e-5)
 
-    loader = DataLoader(sequences, batch_size=8 if args.tiny else 1, shuffle=True)
+    loader = DataLoader(TensorDataset(sequences), batch_size=8 if args.tiny else 1, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()  # from_pretrained returns models in evaluation mode
-    for step, ids in enumerate(loader):
+    for step, (ids,) in enumerate(loader):
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()
