@@ -18,18 +18,6 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, Traine
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-class MaskedTokens:
-    """A batch with one token in seven hidden, for the model to guess."""
-
-    def __init__(self, mask: int) -> None:
-        self.mask = mask
-
-    def __call__(self, sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        ids = torch.stack(sequences)
-        hidden = torch.rand(ids.shape) < 1 / 7
-        return {"input_ids": ids.masked_fill(hidden, self.mask), "labels": ids.masked_fill(~hidden, -100)}
-
-
 def main(args: argparse.Namespace) -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
     os.environ["ACCELERATE_FP8_BACKEND"] = args.backend
@@ -40,8 +28,14 @@ def main(args: argparse.Namespace) -> None:
         model, tokenizer = AutoModelForMaskedLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
         mask, ids = tokenizer.mask_token_id, tokenizer(Path(args.text).read_text(), return_tensors="pt").input_ids[0]
         sequences = ids[: len(ids) // args.length * args.length].view(-1, args.length)
+
+    def masked(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Hide one token in seven for the model to guess."""
+        ids, hidden = torch.stack(rows), torch.rand(len(rows), len(rows[0])) < 1 / 7
+        return {"input_ids": ids.masked_fill(hidden, mask), "labels": ids.masked_fill(~hidden, -100)}
+
     settings = TrainingArguments(
-        output_dir=args.output,
+        output_dir="bert",
         max_steps=40 if args.tiny else -1,
         per_device_train_batch_size=32,
         learning_rate=5e-3 if args.tiny else 1e-4,
@@ -49,9 +43,8 @@ def main(args: argparse.Namespace) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        remove_unused_columns=False,
     )
-    trainer = Trainer(model, settings, data_collator=MaskedTokens(mask), train_dataset=list(sequences))
+    trainer = Trainer(model, settings, data_collator=masked, train_dataset=list(sequences))
     trainer.train()
     trainer.save_model()  # plain weights
 
@@ -61,7 +54,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a folder, or a name on the hub")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--output", default="bert", help="folder of the trained model")
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
     parser.add_argument("--backend", default="native:dynamic")
     main(parser.parse_args())

@@ -11,7 +11,7 @@ from pathlib import Path
 import fp8_backends
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,10 +32,10 @@ def main(args: argparse.Namespace) -> None:
 
     recipe = fp8_backends.FP8RecipeKwargs(backend=args.backend)
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
-    loader = DataLoader(sequences, batch_size=16 if args.tiny else 1, shuffle=True)
+    loader = DataLoader(TensorDataset(sequences), batch_size=16 if args.tiny else 1, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()  # from_pretrained returns models in evaluation mode
-    for step, ids in enumerate(loader):
+    for step, (ids,) in enumerate(loader):
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()

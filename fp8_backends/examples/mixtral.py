@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8_backends
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -39,17 +39,17 @@ def main(args: argparse.Namespace) -> None:
         sequences = ids[: len(ids) // args.length * args.length].view(-1, args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3 if args.tiny else 1e-5)
 
-    loader = DataLoader(sequences, batch_size=8 if args.tiny else 1, shuffle=True)
+    loader = DataLoader(TensorDataset(sequences), batch_size=8 if args.tiny else 1, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()  # from_pretrained returns models in evaluation mode
-    for step, ids in enumerate(loader):
+    for step, (ids,) in enumerate(loader):
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), reduction="mean")
         accelerator.print(f"step {step}: loss {mean.item():.4f}")
-    accelerator.save_model(model, args.output)  # plain weights; all ranks call it
+    accelerator.save_model(model, "mixtral")  # plain weights; all ranks call it
     accelerator.end_training()
 
 
@@ -58,7 +58,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a folder, or a name on the hub")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--output", default="mixtral", help="folder of the trained weights")
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
     parser.add_argument("--backend", default="msamp:O4")
     main(parser.parse_args())

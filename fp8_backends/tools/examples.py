@@ -21,30 +21,19 @@ class Example(NamedTuple):
     script: Path
     shows: str
     start: str
-    has_tiny: bool
-    """It takes --tiny, in place of weights and data."""
-
-    def tried(self) -> str:
-        """Return a start command without GPU, network or data."""
-        if not self.has_tiny:
-            return self.start
-        start = f"{self.start.partition(' --model ')[0]} --tiny --backend {self.start.split()[-1]}"
-        return start.replace("--nproc_per_node 8", "--nproc_per_node 2")
 
 
 def examples() -> dict[str, Example]:
     by_name = {}
     for script in sorted(FOLDER.glob("*.py")):
-        source = script.read_text(encoding="utf-8")
-        shows, start, *_ = ast.get_docstring(ast.parse(source)).split("\n\n")
-        by_name[script.stem] = Example(script, " ".join(shows.split()), start.strip(), '"--tiny"' in source)
+        docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+        shows, start, *_ = docstring.split("\n\n")
+        by_name[script.stem] = Example(script, " ".join(shows.split()), start.strip())
     return by_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Lists training scripts in FP8, or copies one. Each runs without a GPU, scripts for large models with --tiny."
-    )
+    parser.description = "Lists training scripts in FP8, or copies one. Each runs without a GPU, some with --tiny."
     parser.add_argument("name", metavar="NAME", nargs="?", help="copy this one (without it: list them all)")
     parser.add_argument(
         "target", metavar="TARGET", nargs="?", type=Path, default=Path(), help="a folder, or a new file (default: here)"
@@ -74,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     except OSError as error:
         raise FP8BackendError(f"{shortened(str(path))} cannot be written: {error.strerror}") from error
-    place = shlex.quote(str(path))
-    start, tried = (text.replace(script.name, place) for text in (known[name].start, known[name].tried()))
+    start = known[name].start.replace(script.name, shlex.quote(str(path)))
     print(f"copied to {path}; start it with\n\n    {start}")
-    if tried != start:
-        print(f"\nor, with random weights and without a GPU or a network,\n\n    {tried}")
+    if "--model" in start:
+        print("\nTry it with --tiny in place of model and data: random weights, without a GPU or a network.")
     return 0

@@ -17,7 +17,7 @@ from ...recipes.handlers import refusal_of, resolve
 from ...words import share, shown
 from ..completion import backend_strings
 from ..estimate.command import GIB, SEQUENCE, Device, device_named
-from ..estimate.estimates import USABLE, Estimate, Workload, estimate
+from ..estimate.estimates import USABLE, Workload, estimate
 from ..estimate.model_shapes import ModelShape, from_parameters, from_transformers, parse_count
 from ..terminal import Progress, paragraphs, table, wrapped
 from .accelerate_config import read_accelerate
@@ -38,9 +38,8 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
     """Ask everything. Return path and content of the file, and the chip's name; None is this machine."""
     print(wrapped("A new configuration for FP8 training. Enter takes the answer in brackets; Ctrl-C writes no file."))
     path = _ask_path(path)
-    here = device_named(None).title
     sold = ", ".join(name for name, product in chips.PRODUCTS.items() if product.gib)
-    rented, device = _ask("chip", "here", _chip, ("here", here), ("others", f"cpu, {sold}"))
+    rented, device = _ask("chip", "here", _chip, ("here", device_named(None).title), ("others", f"cpu, {sold}"))
     gpu, te_runs = chips.product_named(device.chip).gpu, rented is None and registry.auto_choice().backend == "te"
     advice = chips.advice_for(gpu, te_runs, hardware.cpu_bf16())
     if not advice.backend:
@@ -101,15 +100,12 @@ def _ask(name: str, default: object, parse: Callable[[str], Answer], *choices: t
             print(answer)  # as a terminal shows it
         try:
             return parse(answer)
-        except FP8BackendError as error:
-            print(wrapped(f"{error}."))
-        except ValueError as error:  # of a parser of fields: "must be …"
-            print(wrapped(f"{shown(answer)} {error}."))
+        except (FP8BackendError, ValueError) as error:  # plain ones are of parsers of fields: "must be …"
+            print(wrapped(f"{error}." if isinstance(error, FP8BackendError) else f"{shown(answer)} {error}."))
 
 
 def _ask_yes(name: str, is_default: bool, *choices: tuple[str, str]) -> bool:
-    words = one_of("yes", "no", "y", "n")
-    return _ask(name, "yes" if is_default else "no", words, *choices).startswith("y")
+    return _ask(name, "yes" if is_default else "no", one_of("yes", "no", "y", "n"), *choices)[0] == "y"
 
 
 def _ask_path(path: str | None) -> str:
@@ -158,12 +154,12 @@ def _ask_workload(is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
 
 def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) -> tuple[str, dict[str, bool]]:
     """Return the engine, and for plain storage first, then levels, if they fit under it."""
-    alone = workload.devices == 1
+    alone, usable = workload.devices == 1, USABLE * device.memory
     stored = "te+msamp:O2" if plain.startswith("te") else "msamp:O2" if alone else "msamp:O4"
     shardings = ["none"] if alone else ["ddp", "fsdp2"] if on_gpu else ["ddp"]
     with Progress(f"estimating memory of {workload.model.title}") as progress:
         estimates = estimate(workload, [plain, stored], shardings, progress)
-        if stored == "msamp:O2" and not _fits(estimates[-1], device):
+        if stored == "msamp:O2" and estimates[-1].peak > usable:
             estimates += estimate(workload, ["msamp:O4"], shardings, progress)
     peaks: dict[str, list[str]] = {}
     for each in estimates:
@@ -171,15 +167,11 @@ def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) ->
     print(f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(USABLE)} is for tensors.')}")
     heads = ["", *("peak" if name == "none" else name for name in shardings)]
     print(table([heads, *([name, *row] for name, row in peaks.items())]))
-    fits = {name: {e.backend: _fits(e, device) for e in estimates if e.sharding == name} for name in shardings}
+    fits = {name: {e.backend: e.peak <= usable for e in estimates if e.sharding == name} for name in shardings}
     engine = shardings[0]
     if len(shardings) > 1:
         engine = _ask("engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items())
     return engine, fits.get(engine, {plain: True})
-
-
-def _fits(estimate: Estimate, device: Device) -> bool:
-    return estimate.peak <= USABLE * device.memory
 
 
 def _ask_memory(engine: str, fits: dict[str, bool], is_long: bool) -> tuple[str, bool]:
