@@ -166,6 +166,10 @@ class Compute(ABC):
         scale_inv: one, one a row, or one a block. None if there are none for the whole weight."""
         return None
 
+    def gathers_codes(self, recipe: Recipe) -> bool:
+        """Return True if FSDP2 gathers converted weights as codes, one byte an element."""
+        return False
+
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
         """Map (module, parameter name) to the codes for FSDP2 to gather, objects as `comm.fsdp2.Travelling` describes
         them. Weights without an entry travel as they are stored."""

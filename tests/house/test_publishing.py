@@ -77,7 +77,7 @@ def test_wheel_holds_the_package_and_its_guides_within_a_megabyte(wheel):
     docs = PACKAGE / "docs"
     files = {path for path in PACKAGE.rglob("*") if path.suffix in SUFFIXES and not path.is_relative_to(docs)}
     assert names == {path.relative_to(ROOT).as_posix() for path in (*files, *docs.glob("*.rst"))}
-    assert {f"fp8_backends/{name}" for name in ("py.typed", "docs/index.rst", "examples/lora.py")} <= names
+    assert {f"fp8_backends/{name}" for name in ("py.typed", "docs/index.rst", "examples/vit.py")} <= names
 
 
 @pytest.mark.nightly

@@ -31,7 +31,7 @@ from ..products import EMULATED, engine_for
 from ..refusals import refuse_cut_since, refuse_transforms
 from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
-from .layer_rule import DGRAD, FPROP, STATEFUL, LayerRule, Stored, parallel
+from .layer_rule import DGRAD, FPROP, STATEFUL, LayerRule, Stored, parallel, serves_both_products
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
@@ -128,15 +128,18 @@ class NativeCompute(Compute):
     def weight_codes(self, module: KeepsLedger) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
 
+    def gathers_codes(self, recipe: Recipe) -> bool:
+        if recipe.enable_fsdp_float8_all_gather is not None:
+            return recipe.enable_fsdp_float8_all_gather
+        # at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them, and all
+        # numbers. In forward, users may read the weights of a stock model
+        return recipe.level != "O0" and serves_both_products(recipe.scaling)
+
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
+        if not self.gathers_codes(recipe):
+            return {}
         layers = filter(self.is_converted, root.modules())
         codes = {owner_of(layer): layer.fp8_gathered(layer) for layer in layers}
-        # by default at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them,
-        # and all numbers. In forward, users may read the weights of a stock model
-        by_default = recipe.level != "O0" and all(len(weight.products) == 1 for weight in codes.values())
-        asked = recipe.enable_fsdp_float8_all_gather
-        if not (by_default if asked is None else asked):
-            return {}
         for key, hook in root._forward_pre_hooks.items():
             if isinstance(hook, RollDelayedStates):  # before FSDP2's hook, which gathers codes by this step's scale
                 root._forward_pre_hooks.move_to_end(key, last=False)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from ...formats import scaling
-from ...formats.scaling import MX, SQUARES, WEIGHT, Blocks, times
+from ...formats.scaling import MX, WEIGHT, Blocks, times
 from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
 from ...torch_tools.modules import CONVERSION
-from .layer_rule import LayerRule, Stored
+from .layer_rule import LayerRule, Stored, serves_both_products
 from .scaling_states import KeepsLedger
 
 
@@ -48,8 +48,7 @@ class WeightCodes:
 
     @property
     def products(self) -> tuple[str, ...]:
-        along = self.layer.fp8_rule.along
-        return (FPROP,) if along is None or along.weight_blocks is SQUARES else (FPROP, DGRAD)
+        return (FPROP,) if serves_both_products(self.layer.fp8_rule.scaling) else (FPROP, DGRAD)
 
     @property
     def amax(self) -> torch.Tensor | None:

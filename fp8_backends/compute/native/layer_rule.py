@@ -77,6 +77,12 @@ ALONG_CONTRACTION = {
 """All other rules have one scale for a tensor, and one cast serves both its products."""
 
 
+def serves_both_products(scaling: str) -> bool:
+    """Return True if fprop and dgrad read the same codes of a weight."""
+    along = ALONG_CONTRACTION.get(scaling)
+    return along is None or along.weight_blocks is SQUARES
+
+
 def fp8_product(
     along: AlongContraction | None,
     a: Quantized,

@@ -87,6 +87,9 @@ class TorchAOCompute(Compute):
                 f"ao:{recipe.scaling}; drop one of the two"
             )
 
+    def gathers_codes(self, recipe: Recipe) -> bool:
+        return asks_for_all_gather(recipe)
+
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         if (reason := super().unfit(linear, recipe)) is not None:
             return reason

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...comm.two_shot import BLOCK
+from ...compute import registry
 from ...compute.fields import check_known, parsed, whole_number
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
@@ -304,6 +305,7 @@ class Rank:
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
         self.scaled_width = 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
+        self.gathers_codes = recipe is not None and registry.get_compute(recipe.compute).gathers_codes(recipe)
 
     def step(self) -> StepTrace:
         trace = self.trace
@@ -341,8 +343,8 @@ class Rank:
             return held
         goes_back = region.startswith("backward")
         if self.sharding in ("fsdp2", "zero3"):
-            plain = sizes["block"] - sizes["block_scaled"]
-            block = sizes["block_scaled"] * self.scaled_width + HALF * plain  # as gathered
+            width = 1 if self.gathers_codes else self.scaled_width
+            block = width * sizes["block_scaled"] + HALF * (sizes["block"] - sizes["block_scaled"])  # as gathered
             held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * block
             held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
@@ -378,7 +380,8 @@ class Rank:
             owned = scaled if self.shares_states else 0
             return states + 2 * share * gradients + share * owned * self.scaled_width
         if self.sharding == "fsdp2":
-            weights = self.scaled_width * scaled + HALF * (sizes["parameters"] - scaled)
+            narrow, width = (sizes["converted"], 1) if self.gathers_codes else (scaled, self.scaled_width)
+            weights = width * narrow + HALF * (sizes["parameters"] - narrow)
             again = weights - HALF * sizes["outside"]  # in backward; parameters outside the blocks stay gathered
             return states + share * (weights + again + trained * (FP8_MESSAGE if self.sends_fp8 else HALF))
         passes = 3 if self.sharding == "zero3" else 2  # gradients; weights, with ZeRO-3 in forward and in backward
