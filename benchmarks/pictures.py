@@ -386,7 +386,7 @@ CHOICE = {
     ),
     "Is TransformerEngine installed?": (
         Exit("yes", "te", "NVIDIA's kernels; memory short, too: te+msamp:O2"),
-        Exit("no", "ao:tensorwise", "nothing to build, with torch.compile; or native:dynamic"),
+        Exit("no", "ao:tensorwise", "with torch.compile; or native:dynamic (MI300 emulates it)"),
     ),
 }
 """Questions, from top to bottom. A test compares the answers with `chips.advice_for` and the README's table."""

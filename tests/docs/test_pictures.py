@@ -52,11 +52,12 @@ def test_texts_have_contrast(theme):
     assert pictures.contrast("#000000", "#ffffff") == pytest.approx(21)
 
 
-def test_levels_have_the_bytes_of_the_readme():
-    readme = (ROOT / "README.rst").read_text(encoding="utf-8")
+def test_levels_have_the_recorded_bytes():
+    """`benchmarks/memory.py` recorded a whole model."""
     totals = {row.name: round(row.total) for row in pictures.level_bytes()}
-    assert totals == {"bf16 mixed": 16, "O1": 11, "O2": 6, "O3": 7, "O4": 5}
-    assert re.search(r"``O2``, ``O3`` \(bf16: 16\) +11, 6, 7$", readme, re.M)
+    recorded = {each["backend"]: each for each in pictures.record("memory_cpu_avx512_bf16")["results"]}
+    expected = {name: recorded[f"msamp:{name}"]["bytes_per_element"]["total"] for name in ("O1", "O2", "O3")}
+    assert totals == {"bf16 mixed": 16, **{name: round(total) for name, total in expected.items()}, "O4": 5}
 
 
 def test_the_tree_has_each_chip_once_with_its_advice():
@@ -69,11 +70,13 @@ def test_the_tree_has_each_chip_once_with_its_advice():
             if not each.take:
                 installed, without = of_te
                 assert advice.backend in f"{without.take} {without.reason}", chip.key
+                emulates = chips.cell_of("native:dynamic", chip).state != chips.FP8
+                assert emulates == (f"({chip.title} emulates it)" in without.reason), chip.key
                 with_te = chips.advice_for(chip.architecture or chip.since, te_runs=True)
                 assert not chip.te_backend or with_te.backend.split(":")[0] == installed.take
 
 
-def test_the_tree_takes_what_the_readme_names():
+def test_the_tree_takes_what_the_readme_or_the_guide_names():
     choice = "".join(
         path.read_text(encoding="utf-8")
         for path in (ROOT / "README.rst", *pictures.PICTURES.parent.glob("choosing.rst"))
