@@ -7,6 +7,7 @@ import io
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_ctrl_c_and_ctrl_d_end_without_a_file(folder):
         screen = PseudoTerminal(WIZARD, folder)
         screen.answer("file [fp8.yaml]: ")
         screen.expect("chip [here]: ")
+        time.sleep(1)  # Python notices a signal between prompt and read at the next key only
         screen.type(keys)
         assert screen.end() == code
         assert f"\nfp8-backends config: {line}" in screen.text and "Traceback" not in screen.text
