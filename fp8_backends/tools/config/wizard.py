@@ -1,8 +1,8 @@
 """`fp8-backends config --new`: ask for chip, model, ranks and memory, and propose a configuration for Accelerate."""
 
 import os
+import platform
 import shlex
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +53,7 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
         **_engine_keys(engine, gpu is not None, is_short),
     }
     if machines > 1:
-        values["main_process_ip"] = _ask("address", socket.gethostname(), word, ("address", "of the first machine"))
+        values["main_process_ip"] = _ask("address", platform.node(), word, ("address", "of the first machine"))
         values |= {"main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
     compiled = "fewer kernels for FP8's casts; the first step takes minutes. Repeated layers only"
     if _ask_yes("torch.compile", gpu is not None, ("yes", compiled), ("no", "starts at once")):
