@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fp8_backends"
 CHANGELOG = (PACKAGE / "docs" / "changelog.rst").read_text(encoding="utf-8")
 README = (ROOT / "README.rst").read_text(encoding="utf-8")
-SUFFIXES = {".py", ".rst", ".cpp", ".css", ".typed", ".ipynb"}
+SUFFIXES = {".py", ".rst", ".cpp", ".css", ".typed"}
 
 
 def test_changelog_begins_with_this_version_in_short_sections():

@@ -26,9 +26,8 @@ def block(language: str, name: str) -> str:
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the guide's files, for two nodes of one rank each."""
-    script = (
-        (ROOT / "README.rst").read_text(encoding="utf-8").split(".. code-block:: python\n")[1].split("\n\nAfter")[0]
-    )
+    readme = (ROOT / "README.rst").read_text(encoding="utf-8")
+    script = re.search(r"^\.\. code-block:: python\n\n((?: {4}.*\n|\n)+)", readme, re.M)[1]
     script = re.sub(r"^ {4}", "", script, flags=re.M).replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
     (tmp_path / "train.py").write_text(re.sub(r"^(recipe = |print).*\n", "", script, flags=re.M))
     (tmp_path / "two_ranks.py").write_bytes((ROOT / "fp8_backends" / "examples" / "two_ranks.py").read_bytes())

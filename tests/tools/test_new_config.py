@@ -83,7 +83,7 @@ def test_ctrl_c_and_ctrl_d_end_without_a_file(folder):
         screen.expect("chip [here]: ")
         time.sleep(1)  # Python notices a signal between prompt and read at the next key only
         screen.type(keys)
-        assert screen.end() == code
+        assert screen.end() == code, screen.text
         assert f"\nfp8-backends config: {line}" in screen.text and "Traceback" not in screen.text
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
