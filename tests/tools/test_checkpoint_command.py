@@ -10,7 +10,7 @@ import pytest
 
 from fp8_backends.tools.main import main
 
-sys.path.append(str(Path(__file__).parents[1] / "training"))
+sys.path.append(str(Path(__file__).parents[1] / "checkpoints"))
 from test_manifest import checkpoint  # noqa: E402
 
 
