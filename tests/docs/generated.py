@@ -12,11 +12,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-from documents import GUIDES, ROOT
-
-sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "house")]
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "distributed", "house")]
 import feature_table  # noqa: E402
 import matrix  # noqa: E402
+from documents import GUIDES, ROOT  # noqa: E402
 from test_arrows import FLOORS  # noqa: E402
 
 from fp8_backends.compute import chips

@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-from documents import ROOT
 from nbclient import NotebookClient
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from documents import ROOT  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "fp8_backends" / "examples").glob("*.ipynb"))
 

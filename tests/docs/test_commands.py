@@ -12,7 +12,7 @@ import pytest
 import warm_process
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks
+from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks, script_without_recipe
 from torch.distributed.run import get_args_parser
 from widths import nightly_but
 
@@ -28,11 +28,7 @@ from fp8_backends.tools.main import main
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A user's folder: a script without a recipe, a model, and the files of the guides."""
-    block = code_blocks("python", README)[0].text
-    script = block.replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
-    assert script != block, "the README's python block makes its Accelerator in another way"
-    script = re.sub(r"^(recipe = |print).*\n", "", script, flags=re.M)
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(f"import fp8_backends\n{script_without_recipe()}")
     for block in code_blocks("yaml"):
         (tmp_path / re.match(r"# (\S+\.yaml)", block.text)[1]).write_text(block.text)
     (tmp_path / "my-model").mkdir()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import docutils.core
 import pytest
+from documents import script_without_recipe
 from docutils import nodes
 
 import fp8_backends
@@ -121,10 +122,7 @@ def test_installed_wheel_trains_an_unchanged_script(wheel, tmp_path):
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     run([*pip, str(wheel)], tmp_path)
-    block = re.search(r"code-block:: python\n\n((?: {4}.*\n|\n)+)", README)[1]
-    lines = [line for line in re.sub(r"^ {4}", "", block, flags=re.M).splitlines() if "fp8_backends" not in line]
-    script = "\n".join(lines).replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
-    (empty / "train.py").write_text(f"{script}\nimport fp8_backends\nprint(fp8_backends.__file__)\n")
+    (empty / "train.py").write_text(f"{script_without_recipe()}\nimport fp8_backends\nprint(fp8_backends.__file__)\n")
     (command,) = re.findall(r"^ {4}fp8-backends (launch .*)$", README, re.M)
     shown = run([str(site / "bin" / "fp8-backends"), *command.split()], empty, PYTHONPATH=str(site))
     assert re.search(r"^native:dynamic: 2/2 Linear, 100 % of weight FLOPs in FP8", shown, re.M)

@@ -11,25 +11,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import GUIDES, ROOT, code_blocks, script_without_recipe
 
-ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "fp8_backends" / "docs" / "examples.rst").read_text(encoding="utf-8")
+GUIDE = GUIDES / "examples.rst"
 
 
 def block(language: str, name: str) -> str:
     """Return the file of this name in the guide."""
-    blocks = re.findall(rf"code-block:: {language}\n\n((?: {{4}}.*\n|\n)+)", GUIDE)
-    (found,) = [text for text in blocks if f"# {name}\n" in text]
-    return re.sub(r"^ {4}", "", found, flags=re.M)
+    (found,) = [block.text for block in code_blocks(language, GUIDE) if f"# {name}\n" in block.text]
+    return found
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the guide's files, for two nodes of one rank each."""
-    readme = (ROOT / "README.rst").read_text(encoding="utf-8")
-    script = re.search(r"^\.\. code-block:: python\n\n((?: {4}.*\n|\n)+)", readme, re.M)[1]
-    script = re.sub(r"^ {4}", "", script, flags=re.M).replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
-    (tmp_path / "train.py").write_text(re.sub(r"^(recipe = |print).*\n", "", script, flags=re.M))
+    # `accelerate launch` needs the import, as the guide says
+    (tmp_path / "train.py").write_text(f"import fp8_backends\n{script_without_recipe()}")
     (tmp_path / "two_ranks.py").write_bytes((ROOT / "fp8_backends" / "examples" / "two_ranks.py").read_bytes())
     config = yaml.safe_load(block("yaml", "nodes.yaml"))
     config |= {"num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
@@ -68,7 +65,8 @@ def outputs(commands: list[str], folder: Path) -> str:
 @pytest.mark.parametrize("program", ["fp8-backends", "accelerate"])
 def test_two_launches_of_the_guides_configuration_train_together(program, folder):
     """The guide has both lines of `fp8-backends`, and the first of `accelerate`."""
-    lines = re.findall(rf"^    ({program} launch --config_file nodes.yaml .*?)(?:  #.*)?$", GUIDE, re.M)
+    text = GUIDE.read_text(encoding="utf-8")
+    lines = re.findall(rf"^    ({program} launch --config_file nodes.yaml .*?)(?:  #.*)?$", text, re.M)
     first = lines[0].replace("accelerate ", "python -m accelerate.commands.accelerate_cli ")
     first = first.replace("fp8-backends ", "python -m fp8_backends ")
     printed = outputs([first, first.replace("--machine_rank 0", "--machine_rank 1")], folder)

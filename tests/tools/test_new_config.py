@@ -7,11 +7,11 @@ import io
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import warm_process
 import yaml
+from documents import script_without_recipe
 from pseudo_terminal import COLUMNS, PseudoTerminal
 
 from fp8_backends.compute import chips
@@ -20,7 +20,6 @@ from fp8_backends.tools.estimate.estimates import Estimate, Workload, estimate
 from fp8_backends.tools.estimate.model_shapes import from_parameters, parse_count
 from fp8_backends.tools.main import main
 
-README = Path(__file__).parents[2] / "README.rst"
 WIZARD = (sys.executable, "-m", "fp8_backends", "config", "--new")
 SMALL = "5M"
 CHIPS = [name for name, product in chips.PRODUCTS.items() if product.gib]
@@ -29,9 +28,7 @@ CHIPS = [name for name, product in chips.PRODUCTS.items() if product.gib]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with the README's script, without its recipe."""
-    block = re.search(r"code-block:: python\n\n((?: {4}.*\n|\n)+)", README.read_text(encoding="utf-8"))[1]
-    script = re.sub(r"^ {4}", "", block, flags=re.M).replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
-    (tmp_path / "train.py").write_text(re.sub(r"^(recipe = |print).*\n", "", script, flags=re.M))
+    (tmp_path / "train.py").write_text(script_without_recipe())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

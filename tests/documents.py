@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 GUIDES = ROOT / "fp8_backends" / "docs"
 README = ROOT / "README.rst"
 MEASUREMENTS = ROOT / "benchmarks" / "README.rst"
@@ -47,3 +47,11 @@ def commands(*documents: Path) -> list[str]:
     lines = [line.partition("  #")[0].strip() for line in lines]
     of_a_shell = rf"([A-Z_0-9]+=\S+ )*({'|'.join(PROGRAMS)}) "
     return [line for line in lines if re.match(of_a_shell, line) and "pip install" not in line]
+
+
+def script_without_recipe() -> str:
+    """Return the README's script as a user of stock Accelerate has it, without this package and its recipe."""
+    script = code_blocks("python", README)[0].text
+    stock = script.replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
+    assert stock != script, "the README's python block makes its Accelerator in another way"
+    return re.sub(r"^(import fp8_backends|recipe = |print).*\n", "", stock, flags=re.M)
