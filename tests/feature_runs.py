@@ -121,6 +121,21 @@ def comm_hook_power_sgd(backend: str, folder: Path) -> None:
     _hooked(backend, "power_sgd", 1.0, **at_once, matrix_approximation_rank=2)
 
 
+@contextlib.contextmanager
+def joined(acc, model: nn.Module):
+    """Enter `join_uneven_inputs`, as on GPUs: on CPUs Accelerate warns that it does nothing."""
+    if ranks() > 1:
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    try:
+        with acc.join_uneven_inputs([model], even_batches=False):
+            yield
+    finally:
+        if ranks() > 1:
+            for state in (PartialState, AcceleratorState):
+                state._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+
+
 def join_uneven_inputs(backend: str, folder: Path) -> None:
     acc = accelerator(backend)
     model = Net()
@@ -128,19 +143,12 @@ def join_uneven_inputs(backend: str, folder: Path) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=16)
     model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), loader)
     before, count = values(model), 0
-    if ranks() > 1:  # on CPUs Accelerate warns that it does nothing
-        for state in (PartialState, AcceleratorState):
-            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    try:
-        with acc.join_uneven_inputs([model], even_batches=False):
-            for x, y in loader:
-                acc.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-                count += 1
-    finally:
-        if ranks() > 1:
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    with joined(acc, model):
+        for x, y in loader:
+            acc.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            count += 1
     assert count == (3 if ranks() == 1 else 2 - rank())
     assert_moved(model, before)
     assert_equal_everywhere(model)

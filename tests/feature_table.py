@@ -60,9 +60,8 @@ _HOOK_NOTE = (
     "``DDPCommunicationHookType``: Accelerate 1.15 ignores strings. BF16 and BATCHED_POWER_SGD are not tested: "
     "PyTorch has them only on GPUs"
 )
-_JOIN_NOTE = (
-    "At O3 under DDP a rank without inputs would never step its own weights: ``shard_states=False``, or "
-    "``even_batches=True``"
+_WHOLE_NOTE = (
+    "At O3 under DDP each rank keeps all states from then on, with a line in the log; ``shard_states=True`` refuses"
 )
 _PROFILE_NOTE = (
     "The proof of ``ao`` needs PyTorch's profiler, and waits for the end of yours, including its scheduled waits"
@@ -72,14 +71,12 @@ FEATURES = (
     Feature(
         "``LocalSGD``",
         "local_sgd",
-        "At O3 under DDP each rank steps only its own weights, so local steps are refused: prepare with "
-        "``shard_states=False``",
-        refused_on_several=_SHARED_OUT,
+        _WHOLE_NOTE,
     ),
     Feature("``comm_hook`` FP16", "comm_hook_fp16", _HOOK_NOTE, refused_on_several=_HOOK),
     Feature("``comm_hook`` POWER_SGD", "comm_hook_power_sgd", _HOOK_NOTE, refused_on_several=_HOOK),
-    Feature("``join_uneven_inputs``", "join_uneven_inputs", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
-    Feature("``Join`` of PyTorch", "join", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``join_uneven_inputs``", "join_uneven_inputs", _WHOLE_NOTE),
+    Feature("``Join`` of PyTorch", "join", _WHOLE_NOTE),
     Feature("``trigger_sync_in_backward``", "trigger_sync"),
     Feature("``accumulate`` of several models", "accumulate_several"),
     Feature("``find_executable_batch_size``", "batch_size_finder"),

@@ -6,6 +6,8 @@ gradients, with gradient_comm="fp8" by a communication hook. FP8 traffic has a p
 a group must start in the same order on all ranks, and DDP's order depends on the arrival of gradients.
 """
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -16,7 +18,10 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..announcement import announce
 from ..errors import FP8BackendError
+from ..recipes.handlers import Recipe
+from ..recipes.precision_plan import plan
 from ..tensors.block_codes import BlockCodes
 from ..tensors.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
 from ..torch_tools.modules import TemporaryHook
@@ -95,7 +100,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
     """
     for weight in (p for group in optimizer.param_groups for p in group["params"]):
         if (connection := connection_of(weight)) is not None:
-            connection.optimizers.add(optimizer)
+            connection.optimizers[optimizer] = None
 
 
 class Connection(BackwardPass):
@@ -105,10 +110,12 @@ class Connection(BackwardPass):
         super().__init__()
         self.group = group
         self.reducer: GradientReducer | None = None
-        self.owners: SharedOut | None = None
-        """Owners of optimizer states, masters and residuals, if sharded."""
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers of the scaled weights."""
+        self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
+        """Optimizers of the scaled weights, in the same order on all ranks."""
+        self.at_home = False
+        """Gradients of this rank have not been reduced."""
+        self.keeps_whole = False
+        """Optimizer states are no longer sharded."""
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
         """Reduce the gradients of the trainable weights from now on."""
@@ -147,10 +154,29 @@ class Connection(BackwardPass):
             if not is_source:
                 optimizer.load_state_dict({**stored, "state": message[0]})
 
+    def keep_whole_states(self, use: str) -> None:
+        """Give each rank all masters, residuals and optimizer states, for good, and log the reason. All ranks call it,
+        between two steps. Raises `FP8BackendError` if the recipe was given `shard_states=True`."""
+        sharded = [optimizer for optimizer in self.optimizers if optimizer.fp8_owners is not None]
+        recipes = [optimizer.fp8_owners.recipe for optimizer in sharded]
+        for recipe in recipes:
+            if "shard_states" in recipe.given:
+                raise FP8BackendError(
+                    f"{recipe.name}: {use}, and shard_states=True leaves each weight to the steps of one rank: leave "
+                    f"shard_states out, or set it to False"
+                )
+        for optimizer in sharded:
+            optimizer.keep_all()
+        self.keeps_whole = True
+        for recipe in recipes[:1]:
+            announce(
+                f"{recipe.name}: {use}, so from now on each rank keeps all of {recipe.level}'s states: "
+                f"{plan(recipe).bytes_per_element:g} bytes a weight element"
+            )
+
     def _end(self) -> None:
         super()._end()
-        if self.owners is not None:
-            self.owners.at_home = False
+        self.at_home = False
 
     def joined_state(self) -> list[torch.Tensor]:
         """Return the tensors a rank without inputs no longer changes."""
@@ -183,8 +209,8 @@ class GradientArrives(TemporaryHook):
         if connection is not None and connection.running:
             connection.reducer.add(self.index)
             return
-        if connection is not None and connection.owners is not None:
-            connection.owners.at_home = True
+        if connection is not None:
+            connection.at_home = True
         if not isinstance(weight.grad, ScaledTensor):
             # without a reduction, the gradient stays in FP32 until the last microbatch: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
@@ -293,18 +319,21 @@ class _Connected:
         stock, connection = super().join_hook(**kwargs), Connection.find(self)
         if connection is None:
             return stock
-        if connection.owners is not None:
-            raise FP8BackendError(
-                "uneven inputs: a rank that has run out of them takes no optimizer steps, and each rank makes those "
-                "of the weights that it owns (shard_states): prepare with shard_states=False, or give all ranks as "
-                "many batches (Accelerate: even_batches=True)"
-            )
         if not kwargs.get("divide_by_initial_world_size", True):
             raise FP8BackendError(
                 "divide_by_initial_world_size=False: gradients that travel in FP8 are divided by the number of all "
                 "ranks; leave it at True (its default)"
             )
+        connection.keep_whole_states("with uneven inputs a rank without a batch makes no step")
         return _Join(self, stock, connection)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """Return DDP's context. Accelerate's `LocalSGD` asks for it on all ranks, and then steps on local gradients."""
+        connection = Connection.find(self)
+        local_sgd = getattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD", ())
+        if connection is not None and isinstance(sys._getframe(1).f_locals.get("self"), local_sgd):
+            connection.keep_whole_states("LocalSGD steps on each rank's own gradients")
+        return super().no_sync()
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in the collectives of the others' backward pass, on a rank without inputs.
@@ -408,19 +437,17 @@ class SharedOut:
     residual (O4) and their Adam states, and makes their steps; then the new E4M3 weights and their scales travel to all
     ranks. A rank holds 2 + 5/N bytes an element at O3, 2 + 3/N at O4.
 
-    `states.sharding.Owners` describes the methods. All ranks create it, with the same weights in the same order. It
-    drops the rest of other ranks' weights at once.
+    All ranks create it, with the same weights in the same order. It drops the rest of other ranks' weights at once.
 
     Args:
         weights: parameters with E4M3 data, equal on all ranks.
         group: the ranks; used by nothing else while an optimizer steps.
+        recipe: for messages.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+    def __init__(self, weights: Sequence[torch.Tensor], group: dist.ProcessGroup, recipe: Recipe) -> None:
+        self.group, self.rank, self.recipe = group, dist.get_rank(group), recipe
         self.weights = list(weights)
-        self.at_home = False
-        """Gradients of this rank have not been reduced."""
         load = [0] * dist.get_world_size(group)
         self._owner: dict[int, int] = {}
         for weight in sorted(self.weights, key=lambda weight: -weight.numel()):
@@ -436,12 +463,13 @@ class SharedOut:
 
     def refuse_local_step(self, *_) -> None:
         """Refuse a step with gradients that were not reduced: an owner would lose the other ranks'. A pre-hook."""
-        if self.at_home and any(weight.grad is not None for weight in self.weights):
+        connections = [connection_of(weight) for weight in self.weights if weight.grad is not None]
+        if any(connection is not None and connection.at_home for connection in connections):
             raise FP8BackendError(
-                "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "
-                "each rank makes the steps of the weights that it owns (shard_states): prepare with "
-                "shard_states=False, where every rank makes all of them, or let the last backward before each step "
-                "synchronize"
+                "the gradients of this step have not travelled between the ranks (no_sync), and each rank makes the "
+                "steps of the weights that it owns (shard_states): prepare with shard_states=False, where every rank "
+                "makes all of them; or let the last backward before each step synchronize; or use Accelerate's "
+                "LocalSGD, which gathers the states"
             )
 
     def drop(self, weight: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
     if recipe.shares_states:
-        _share_out_states(inner)
+        _share_out_states(inner, recipe)
     if recipe.gradient_release:
         # Accelerate lists models without their DDP
         references = [prepared.observed.wrapper for model in models for _, _, prepared in prepared_roots(model)]
@@ -54,14 +54,15 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     ddp.follow(inner)
 
 
-def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
+def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Assign each weight's optimizer states, master or residual to a rank of its DDP. All ranks call it."""
     scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
     weights = [p for p in scaled if ddp.connection_of(p) is not None]
-    connection = ddp.connection_of(weights[0]) if weights else None
-    if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
-        optimizer.fp8_owners = connection.owners = ddp.SharedOut(weights, connection.group)
-        optimizer.register_step_pre_hook(connection.owners.refuse_local_step)
+    connections = list(map(ddp.connection_of, weights))
+    whole = optimizer.fp8_owners is not None or any(connection.keeps_whole for connection in connections)
+    if connections and not whole and connections[0].group.size() > 1:
+        optimizer.fp8_owners = ddp.SharedOut(weights, connections[0].group, recipe)
+        optimizer.register_step_pre_hook(optimizer.fp8_owners.refuse_local_step)
         optimizer.forget_others()
 
 

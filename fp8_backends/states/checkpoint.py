@@ -162,11 +162,8 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     check_is_optimizer(optimizer)
     optimizer = unwrapped(optimizer)
     with _outermost(optimizer, receives) as weights:
-        sharded = set(map(id, weights))
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in sharded:
-                    _gather(optimizer, group, p, receives, moments)
+        if weights:  # on the CPU: a GPU with some of the states has no room for all
+            gather(optimizer, weights, "cpu", receives, moments)
         yield
 
 
@@ -205,34 +202,40 @@ def _put_placeholder(p: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, receives: bool, moments: bool) -> None:
-    """Send one weight's moments, and its master or residual, from its owner to all ranks, one weight at a time."""
-    owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
-    owners.drop(p)
-    if owners.owns(p):
-        rest, step = p.rest, state[STEP].clone().cpu() if STEP in state else torch.tensor(-1.0, dtype=torch.float32)
-    else:
-        rest, step = torch.empty(p.shape, dtype=p.elsewhere.storage), torch.empty((), dtype=torch.float32)
-        if rest.dtype != torch.int8:  # a master, and no residual
-            rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32), p.dtype)
-    # buffers on the CPU: a GPU with some of the weights has no room for the states of all
-    buffers = {}
-    if moments:
-        buffers = {name: optimizer.new_moment(p, name, "cpu") for name in optimizer.roles_of(group)}
-        exact = optimizer.fp8_declared.exact_states(p.shape)
-        buffers |= {name: torch.zeros(shape, dtype=torch.float32) for name, shape in exact.items()}
-    gathered = {name: state.get(name, buffer) for name, buffer in buffers.items()}
-    owners.send_to_all(p, [step, rest, *gathered.values()])
-    p.stored.gathered = True
-    if owners.owns(p):
-        return
-    if not receives:
-        _put_placeholder(p)
-        return
-    p.rest, p.elsewhere = rest, None
-    if moments and step >= 0:
-        optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
-        optimizer.show_master(p)
+def gather(
+    optimizer: torch.optim.Optimizer,
+    weights: Sequence[torch.Tensor],
+    device: torch.device | str | None = None,
+    receives: bool = True,
+    moments: bool = True,
+) -> None:
+    """Send moments, and masters or residuals, from their owners to a device of all ranks (default: the weight's), one
+    weight at a time. `receives`, `moments`: as in `whole_states`."""
+    owners, ids = optimizer.fp8_owners, set(map(id, weights))
+    for p, group, _ in (member for member in optimizer.members() if id(member.parameter) in ids):
+        state, place = optimizer.state.get(p, {}), device or p.device
+        owners.drop(p)
+        if owners.owns(p):
+            rest, step = p.rest, state[STEP].clone().cpu() if STEP in state else torch.tensor(-1.0, dtype=torch.float32)
+        else:
+            rest = torch.empty(p.shape, dtype=p.elsewhere.storage, device=place)
+            step = torch.empty((), dtype=torch.float32)
+            if rest.dtype != torch.int8:  # a master, and no residual
+                rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32, device=place), p.dtype)
+        roles, exact = optimizer.roles_of(group), optimizer.fp8_declared.exact_states(p.shape)
+        buffers = {name: optimizer.new_moment(p, name, place) for name in roles if moments}
+        for name in exact if moments else ():
+            buffers[name] = torch.zeros(exact[name], dtype=torch.float32, device=place)
+        gathered = {name: state.get(name, buffer) for name, buffer in buffers.items()}
+        owners.send_to_all(p, [step, rest, *gathered.values()])
+        p.stored.gathered = True
+        if not receives:
+            _put_placeholder(p)
+        elif not owners.owns(p):
+            p.rest, p.elsewhere = rest, None
+            if moments and step >= 0:
+                optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
+                optimizer.show_master(p)
 
 
 # Checks before anything changes

@@ -229,6 +229,15 @@ class ScaledStates:
         if master is not None:
             self.state[p][checkpoint.MASTER] = with_local(p, master)
 
+    def keep_all(self) -> None:
+        """End the sharding by `fp8_owners`: gather masters, residuals and states on each rank. All ranks call it."""
+        weights = self.fp8_owners.weights
+        checkpoint.gather(self, weights)
+        for p in weights:
+            p.shared_out = p.stored.gathered = False
+        weights.clear()  # a `whole_states` around this drops none
+        self.fp8_owners = None
+
     def forget_others(self) -> None:
         """Drop the states of other ranks' parameters."""
         for p in [p for p in self.state if not self.owns(p)]:

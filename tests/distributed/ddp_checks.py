@@ -409,9 +409,8 @@ def check_a_clip_finds_the_same_norm_on_every_rank():
 def check_uneven_inputs():
     """Rank r has 2 + 2r batches. An exhausted rank contributes zeros and ends with the last rank's weights, states and
     scales, so an epoch with even inputs can follow."""
-    unsharded = {"backend": "msamp:O3", "shard_states": False}
     stock_optimizer = {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}
-    for spec in ("msamp:O2", unsharded, stock_optimizer):
+    for spec in ("msamp:O2", "msamp:O3", "msamp:O4", stock_optimizer):
         ddp, optimizer = wrapped(spec, mlp())
         with Join([ddp]):
             for index in range(2 + 2 * dist.get_rank()):

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import feature_runs
 import feature_setting
+import pytest
 import ranks
 import torch
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from ddp_training import assert_equal_on_all_ranks, everything, scaled
 from feature_table import BACKENDS, FEATURES, LEVELS, Feature
+from torch.distributed.algorithms.join import Join
 
 from fp8_backends.comm.ddp import HOOK_AT_A_LEVEL, Connection
 from fp8_backends.errors import FP8BackendError
@@ -36,6 +40,61 @@ def checks() -> dict:
 
 
 globals().update(checks())
+
+
+def check_uses_on_single_ranks_end_the_sharding_of_states():
+    """LocalSGD, `join_uneven_inputs` and `Join` after two steps equal `shard_states=False` to the bit, at O3 and O4."""
+    for use in (_steps_on_each_rank, _uneven_steps, _joined_steps):
+        for backend in ("msamp:O3", "msamp:O4"):
+            runs = [_used(backend, use, fields) for fields in ({}, {"shard_states": False})]
+            assert runs[0] == runs[1], (use, backend)
+            acc = feature_setting.accelerator(backend, fields={"shard_states": True})
+            model, optimizer = feature_setting.prepared(acc)
+            with pytest.raises(FP8BackendError, match="shard_states=True leaves each weight.*leave shard_states out"):
+                use(acc, model, optimizer)
+            assert optimizer.optimizer.fp8_owners is not None
+
+
+def _used(backend: str, use, fields: dict) -> tuple[list[float], dict[str, str]]:
+    """Return losses and digests of a training with a use of single ranks in its middle."""
+    acc = feature_setting.accelerator(backend, fields=fields)
+    model, optimizer = feature_setting.prepared(acc)
+    with ranks.Said() as said:
+        losses = [feature_setting.step(acc, model, optimizer, index) for index in range(2)]
+        assert (optimizer.optimizer.fp8_owners is None) == bool(fields)
+        for _ in range(2):
+            losses += use(acc, model, optimizer)
+            acc.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))  # watches the optimizer again
+        losses += [feature_setting.step(acc, model, optimizer, index) for index in range(8, 10)]
+    lines = [line for line in said.lines if "from now on each rank keeps all" in line]
+    assert len(lines) == (feature_setting.rank() == 0 and not fields), said.lines
+    assert all(f"{backend}: " in line and {"O3": "7", "O4": "5"}[backend[-2:]] + " bytes" in line for line in lines)
+    if use is not _steps_on_each_rank:  # which averages no optimizer states, in FP8 or bf16
+        assert_equal_on_all_ranks(model, optimizer.optimizer)
+    assert all(p.rest is not None and not p.shared_out for p in scaled(model).values())
+    model.state_dict(), optimizer.state_dict()
+    return losses, everything(model, optimizer.optimizer)
+
+
+def _steps_on_each_rank(acc, model, optimizer) -> list[float]:
+    losses = []
+    with LocalSGD(accelerator=acc, model=model, local_sgd_steps=2) as local:
+        for index in range(2, 6):
+            losses.append(feature_setting.step(acc, model, optimizer, index))
+            assert feature_setting.differ_between_ranks(model)
+            local.step()
+    feature_setting.assert_equal_everywhere(model)
+    return losses
+
+
+def _uneven_steps(acc, model, optimizer) -> list[float]:
+    with feature_runs.joined(acc, model):
+        return [feature_setting.step(acc, model, optimizer, index) for index in range(2, 4 + feature_setting.rank())]
+
+
+def _joined_steps(acc, model, optimizer) -> list[float]:
+    with Join([model]):
+        return [feature_setting.step(acc, model, optimizer, index) for index in range(2, 4 + feature_setting.rank())]
 
 
 def check_manual_ddp_hook_is_refused_with_scaled_weights():

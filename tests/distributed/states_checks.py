@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -277,11 +278,15 @@ def under_ddp(
     level: str = "O3", seed: int = 0, lr: float = 1e-3, make=torch.optim.AdamW, **fields
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
+    ddp = wrapped_ddp(recipe, seed)
+    return fp8_backends.prepare(ddp, make(list(ddp.parameters()), lr=lr, weight_decay=0.1), recipe)
+
+
+def wrapped_ddp(recipe, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
     fp8_backends.prepare(model, None, recipe)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    return fp8_backends.prepare(ddp, make(list(ddp.parameters()), lr=lr, weight_decay=0.1), recipe)
+    return fp8_backends.prepare(nn.parallel.DistributedDataParallel(model), None, recipe)[0]
 
 
 def train(model: nn.Module, optimizer, seeds) -> list[float]:
@@ -380,6 +385,30 @@ def check_partial_export_of_sharded_states_is_refused():
     assert train(model, optimizer, range(1, 3))[-1] > 0
 
 
+def check_local_steps_of_several_optimizers_and_models_are_refused():
+    """Two optimizers of a model, and one of two models, until `Join` gathers the states."""
+    recipe = fp8_backends.resolve({"backend": "msamp:O3", "on_unproven": "warn"})
+    for count in (1, 2):
+        models = [wrapped_ddp(recipe) for _ in range(count)]
+        weights = [p for model in models for p in model.parameters()]
+        parts = [weights] if count == 2 else [weights[:4], weights[4:]]
+        optimizers = [torch.optim.AdamW(part, lr=1e-3) for part in parts]
+        for model in models:
+            for optimizer in optimizers:
+                fp8_backends.prepare(model, optimizer, recipe)
+        with models[-1].no_sync():
+            losses = [model(values((16, 64), dist.get_rank(), 1.0)).square().mean() for model in models]
+            sum(losses).backward()
+        for optimizer in optimizers:
+            assert optimizer.fp8_owners is not None
+            with pytest.raises(FP8BackendError, match="no_sync.*LocalSGD"):
+                optimizer.step()
+        Join(models)
+        for optimizer in optimizers:
+            assert optimizer.fp8_owners is None
+            optimizer.step()
+
+
 def check_weight_with_remote_master_is_never_read_as_fp8():
     """Evaluation and training multiply by the FP8 values on all ranks; any other read is exact or raises."""
     for level in ("O3", "O4"):
@@ -418,6 +447,42 @@ def check_weight_with_remote_master_is_never_read_as_fp8():
             assert same_on_all_ranks(evaluated.detach().clone())
         model.train()
         assert train(model, optimizer, range(1, 3))[-1] > 0
+
+
+def check_sharpness_aware_steps_need_whole_states():
+    """Perturb the weights along their gradients in place, take the gradients there, restore the weights and step. One
+    rank alone has the values to perturb, and may be the only one to write: no collective could help."""
+    for level in ("O3", "O4"):
+        model, optimizer = under_ddp(level)
+        before = bits(model)
+        for p in model.parameters():
+            if isinstance(p, ScaledTensor):
+                for write in (lambda p: p.add_(0.1), lambda p: p[0].mul_(2), lambda p: torch._foreach_add_([p], 1.0)):
+                    with torch.no_grad(), pytest.raises(FP8BackendError, match="in place.*shard_states=False"):
+                        write(p)
+        assert all(map(torch.equal, bits(model), before))
+        model, optimizer = under_ddp(level, shard_states=False)
+        for seed in range(3):
+            x = values((16, 64), 1000 * dist.get_rank() + seed, 1.0)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            before, old = bits(model), [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad / p.grad.norm(), alpha=0.05)
+            optimizer.zero_grad()
+            assert all(map(same_on_all_ranks, bits(model)))
+            perturbed = (model(x) - x).square().mean()
+            perturbed.backward()
+            losses = torch.stack([loss.detach(), perturbed.detach()])
+            dist.all_reduce(losses)
+            assert losses[1] > losses[0]
+            for p, value in zip(model.parameters(), old, strict=True):
+                p.data = value
+            assert all(map(torch.equal, bits(model), before))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(map(same_on_all_ranks, bits(model)))
 
 
 def check_new_values_are_equal_on_all_ranks():

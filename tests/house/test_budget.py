@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 36_801, 186
+LINES, FILES = 36_842, 186
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 28
