@@ -1,4 +1,4 @@
-"""Build fourteen widely trained architectures, each with a batch and a loss, from configurations without a download.
+"""Build fifteen widely trained architectures, each with a batch and a loss, from configurations without a download.
 
     model = build("whisper")                             # transformers' class, weights of a fixed seed
     loss = loss_of(model, batch("whisper"))
@@ -47,8 +47,7 @@ def _decoder(width: int, layers: int, heads: int, inner: int, vocabulary: int, l
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "max_position_embeddings": length,
-        **more,
-    }
+    } | more
 
 
 _TINY, _SMALL = (32, 2, 2, 64, 256, 32), (384, 6, 6, 1536, 4096, 128)
@@ -107,12 +106,18 @@ _LLAMA_2 = ({**_UNTIED, "intermediate_size": 96}, {**_UNTIED, "intermediate_size
 _NEOX = (_UNTIED,) * 2
 _QWEN3 = ({**_GROUPED, "head_dim": 16}, {**_GROUPED, "head_dim": 64})
 _MIXTRAL = ({**_GROUPED, **_MIXTURE}, {**_GROUPED, **_MIXTURE, "intermediate_size": 768})
+_LARGER = {**_UNTIED, **_MIXTURE, "num_key_value_heads": 1}
+_MIXTRAL_LARGER = (
+    {**_LARGER, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 128},
+    {**_LARGER, "num_hidden_layers": 7, "intermediate_size": 1024},
+)
 
 ARCHITECTURES = {
     "llama": _decoders("LlamaForCausalLM", "LlamaConfig", *_LLAMA),
     "llama 2": _decoders("LlamaForCausalLM", "LlamaConfig", *_LLAMA_2),
     "qwen3": _decoders("Qwen3ForCausalLM", "Qwen3Config", *_QWEN3),
-    "mixtral": _decoders("MixtralForCausalLM", "MixtralConfig", *_MIXTRAL),
+    "mixtral 8x7b": _decoders("MixtralForCausalLM", "MixtralConfig", *_MIXTRAL),
+    "mixtral 8x22b": _decoders("MixtralForCausalLM", "MixtralConfig", *_MIXTRAL_LARGER),
     "gpt-neox": _decoders("GPTNeoXForCausalLM", "GPTNeoXConfig", *_NEOX),
     "gpt2": Architecture(
         "transformers",

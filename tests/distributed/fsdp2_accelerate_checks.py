@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from fsdp2_models import checks
 from fsdp2_training import Net, batches, loss_of, mean, whole
 from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -300,6 +301,8 @@ def hybrid_mesh():
     assert weight.device_mesh.ndim == 2 and weight.to_local().shape[0] == 32
     assert losses[-1] < losses[0] - 0.3, losses
 
+
+globals().update(checks(accelerator, "native:delayed", "msamp:O2", "msamp:O4"))
 
 if __name__ == "__main__":
     ranks.main(globals())

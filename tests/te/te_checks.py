@@ -19,6 +19,8 @@ from conv1d_twins import conv_twin  # noqa: E402
 from distributed import expert_checks  # noqa: E402
 from distributed.engines import assert_engine, engine_arguments, start_engine  # noqa: E402
 from expert_families import routed  # noqa: E402
+from fsdp2_accelerate_checks import accelerator as under_fsdp2  # noqa: E402
+from fsdp2_models import checks  # noqa: E402
 from model_families import WIDTH  # noqa: E402
 from te_models import BATCHES, Adapted, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
 from torch import nn  # noqa: E402
@@ -314,6 +316,8 @@ def prepared_alone(scaling: str, recompute: bool | None) -> tuple:
     made = model(recompute)
     return prepare(made, adamw(made), f"te:{scaling}")
 
+
+globals().update(checks(under_fsdp2, "te:delayed"))
 
 if __name__ == "__main__":
     ranks.main(globals())
