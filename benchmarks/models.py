@@ -9,12 +9,19 @@ For every architecture and backend:
 * the peak memory of a training step of the small form is estimated and measured.
 
 Published shapes are traced for a training step on tensors without memory, like in `fp8-backends estimate`.
+
+`TE_SITE=FOLDER python benchmarks/models.py --standin` adds TransformerEngine over the tests' stand-in for its kernels
+(`tests/te/standin`), whose memory is not weighed. FOLDER holds the packages of tests/te/requirements.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
+import sys
 import tempfile
+from pathlib import Path
 
 import architectures
 import torch
@@ -22,9 +29,16 @@ import transformers
 from estimate import estimated_and_measured_peak
 from measuring import precision_of, table, write_json
 
-BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
-SHAPES = {"GPT-NeoX 20B": "GPTNeoXConfig", "Llama 2 7B": "LlamaConfig", "Mixtral 8x7B": "MixtralConfig"}
-"""Published shapes, the defaults of these classes of transformers."""
+BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3", "msamp:O4")
+TE = "te:delayed"
+_MIXTRAL_8X22B = {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48}
+SHAPES = {
+    "GPT-NeoX 20B": transformers.GPTNeoXConfig(use_cache=False),
+    "Llama 2 7B": transformers.LlamaConfig(use_cache=False),
+    "Mixtral 8x7B": transformers.MixtralConfig(use_cache=False),
+    "Mixtral 8x22B": transformers.MixtralConfig(use_cache=False, **_MIXTRAL_8X22B),
+}
+"""Published shapes. transformers' defaults are those of the first three."""
 
 
 def trained(name: str, backend: str, steps: int) -> dict:
@@ -72,7 +86,7 @@ def traced(title: str, backends: list[str]) -> dict:
     """Parameters of a published shape, and by backend the FP8 share and the bytes of weights, gradients and states."""
     from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
-    workload = Workload(model=ModelShape(title, getattr(transformers, SHAPES[title])(use_cache=False)))
+    workload = Workload(model=ModelShape(title, SHAPES[title]))
     found = estimate(workload, backends)
     return {
         "model": title,
@@ -88,26 +102,40 @@ def main() -> None:
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--size", default="small", choices=architectures.SIZES, help="of the form that is weighed")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--standin", action="store_true", help=f"add {TE}, over the tests' stand-in for its kernels")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     record = {"question": "models", "arguments": vars(arguments)}
     record |= {"results": (results := []), "shapes": []}
-    for name in arguments.models.split(","):
-        for backend in arguments.backends.split(","):
-            result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
-            result["estimated_peak"], result["measured_peak"] = estimated_and_measured_peak(
-                lambda name=name: architectures.WithLoss(architectures.build(name, arguments.size)),
-                lambda name=name: architectures.batch(name, arguments.size),
-                backend,
-            )
-            results.append(result)
-            print(printed([result]), flush=True)
-            write_json(arguments.json, record)
+    names, backends = arguments.models.split(","), arguments.backends.split(",")
+    for name, backend in itertools.product(names, backends):
+        result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
+        result["estimated_peak"], result["measured_peak"] = estimated_and_measured_peak(
+            lambda name=name: architectures.WithLoss(architectures.build(name, arguments.size)),
+            lambda name=name: architectures.batch(name, arguments.size),
+            backend,
+        )
+        results.append(result)
+        print(printed([result]), flush=True)
+        write_json(arguments.json, record)
+    if arguments.standin:  # last: all others run in a process without TransformerEngine
+        activate_standin()
+        backends.append(TE)
+        results += [{"model": name, "backend": TE, **trained(name, TE, arguments.steps)} for name in names]
     print(printed(results))
     for title in SHAPES:
-        record["shapes"].append(traced(title, arguments.backends.split(",")))
+        record["shapes"].append(traced(title, backends))
         print(record["shapes"][-1], flush=True)
         write_json(arguments.json, record)
+
+
+def activate_standin() -> None:
+    """Load TransformerEngine over the tests' stand-in for its kernels."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "te"))
+    from standin import activate
+
+    activate()
+    importlib.import_module("transformer_engine.pytorch")
 
 
 def printed(results: list[dict]) -> str:
@@ -116,7 +144,7 @@ def printed(results: list[dict]) -> str:
     for each in results:
         losses = f"{each['losses'][0]:.3f} to {each['losses'][-1]:.3f}"
         shares = [f"{100 * each[key]:.2f} %" for key in ("flops_share", "flops_share_by_pytorch")]
-        peaks = f"{each['estimated_peak'] / each['measured_peak']:.3f}"
+        peaks = f"{each['estimated_peak'] / each['measured_peak']:.3f}" if "measured_peak" in each else None
         equal = "equal" if each["reloaded_equal"] else "not equal"
         rows.append([each["model"], each["backend"], losses, *shares, equal, peaks])
     return table(header, rows)

@@ -565,9 +565,11 @@ def models(records: Records) -> str:
             off = max(abs(each["flops_share"] / each["flops_share_by_pytorch"] - 1) for each in results)
             falls = "yes" if all(each["losses"][-1] < each["losses"][0] for each in results) else "no"
             equal = "yes" if all(each["reloaded_equal"] for each in results) else "no"
-            peaks = _range([each["estimated_peak"] / each["measured_peak"] for each in results])
+            weighed = [each for each in results if "measured_peak" in each]
+            peaks = _range([each["estimated_peak"] / each["measured_peak"] for each in weighed])
             rows.append([model, *shares, f"{100 * off:.2f} %", falls, equal, peaks])
-        told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}):"
+        standin = "; ``te`` over the tests' stand-in for its kernels" if record["arguments"].get("standin") else ""
+        told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}{standin}):"
         header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
         tables += [textwrap.fill(told, 120), rst(header, rows)]
         if record.get("shapes"):
