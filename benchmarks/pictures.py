@@ -380,8 +380,7 @@ CHOICE = {
     ),
     "Is memory short?": (
         Exit("yes, one GPU", "msamp:O2", "6 bytes in place of 16 for a weight; msamp:O4: 5"),
-        Exit("yes, several GPUs", "msamp:O4", "DDP: 2 + 3/N bytes on N ranks; FSDP2: 5/N"),
-        Exit("yes, with DeepSpeed", "te or ao", "DeepSpeed owns storage: levels are refused"),
+        Exit("yes, several GPUs", "msamp:O4", "DDP and ZeRO-2: 2 + 3/N bytes on N ranks; FSDP2: 5/N"),
         Exit("no", "", ""),
     ),
     "Is TransformerEngine installed?": (

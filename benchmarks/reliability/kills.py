@@ -26,7 +26,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import cpu_features, table, write_json  # noqa: E402
-from resumed_runs import BACKENDS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
+from resumed_runs import BACKENDS, ON_TWO_RANKS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
 
 import fp8_backends  # noqa: E402
 
@@ -46,8 +46,8 @@ def main() -> int:
     rng, began = random.Random(args.seed), time.perf_counter()
     warm_up()
     rows = []
-    backends = BACKENDS[:1] if args.quick else BACKENDS
-    kills = 4 if args.quick else args.kills
+    backends = (*BACKENDS[: 1 if args.quick else None], ON_TWO_RANKS)
+    kills = 8 if args.quick else args.kills
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
             expected = forked(lambda: unbroken(backend, Path(folder, "unbroken")))  # noqa: B023
@@ -76,7 +76,7 @@ def killed_at_random(
 
         def kill(process: int) -> None:
             time.sleep(rng.uniform(0, 1.1 * seconds))  # some after the save, too
-            os.kill(process, signal.SIGKILL)
+            os.killpg(process, signal.SIGKILL)
 
         outcomes.append(outcome(backend, folder, anew, expected, killed_step, kill=kill))
     return row(backend, anew, "random", outcomes)
@@ -126,8 +126,11 @@ def outcome(
     os.close(read)
     if kill is not None:
         kill(process)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # it leads its group until it is reaped
+    os.killpg(process, signal.SIGKILL)  # a rank that is left
     os.waitpid(process, 0)
-    os.close(result)
+    with os.fdopen(result, "rb") as pipe:
+        pipe.read()  # until each rank has ended
     found = forked(lambda: resume(backend, folder, anew, expected))
     shutil.rmtree(folder)
     if isinstance(found, Failed):
@@ -144,7 +147,7 @@ def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, 
         run.step(number)
         run.save()
     run.step(killed_step)
-    if at_call is not None:
+    if at_call is not None and run.accelerator.is_main_process:
         on_changes(folder, lambda count: count == at_call and os.kill(os.getpid(), signal.SIGKILL))
     os.write(began, _BEGUN)
     run.save()

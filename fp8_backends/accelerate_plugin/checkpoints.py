@@ -33,7 +33,7 @@ from ..states.checkpoint import check_states
 from ..states.scaled_states import ScaledStates
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import unwrapped
-from .engines import shares_layers
+from .engines import shares_layers, uses_deepspeed
 
 try:
     import fcntl
@@ -326,7 +326,8 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
         saved = _read(folder, accelerator.process_index)
         scaling_state.check(accelerator._models, saved, str(folder))
         # ranks that share layers compare what they check, so none may leave it out
-        if accelerator.has_whole_weights and (accelerator.is_local_main_process or shares_layers(accelerator)):
+        has_files = accelerator.has_whole_weights and not uses_deepspeed(accelerator)  # whose engine has its own
+        if has_files and (accelerator.is_local_main_process or shares_layers(accelerator)):
             _check_optimizer_files(accelerator, folder)
 
     saved: ScalingState | None = None

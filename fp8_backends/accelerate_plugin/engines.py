@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DeepSpeedPlugin, DistributedType, DynamoBackend
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._pytree import tree_map
@@ -17,6 +17,7 @@ from ..comm.backward import agree_on_scaling
 from ..convert.conversion import prepared_roots
 from ..errors import FP8BackendError
 from ..preparation import optimizer_steps, ranks
+from ..recipes.handlers import Recipe
 from ..rules import Machine, Parallel, Setup
 from ..states.sharding import shard_of
 from ..tensors.parameter_swap import swap
@@ -53,7 +54,8 @@ def setup_of(accelerator: Accelerator) -> Setup:
         activation_checkpointing=True if fsdp and fsdp.activation_checkpointing else None,
         cpu_ram_efficient_loading=fsdp.cpu_ram_efficient_loading if fsdp else None,
         world_size=accelerator.num_processes,
-        zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
+        zero_stage=max(deepspeed.hf_ds_config._stage, 0) if deepspeed else None,
+        zero_offload=deepspeed.hf_ds_config.is_offload() if deepspeed else None,
         engine_bf16=any(enabled) if deepspeed else None,
         tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
         comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
@@ -223,13 +225,56 @@ def _part(value: Any, p: torch.Tensor) -> Any:
     return with_local(p, shard_of(p, value))
 
 
-# DeepSpeed. Its engine owns the steps, the precision around FP8 and the communication. Weights and optimizer states are
-# in its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters, if at all.
-# So a step is observed after Accelerate's synchronised backward, which takes it.
+# DeepSpeed. At O0 its engine owns the steps, the precision around FP8 and the communication. Weights and optimizer
+# states are in its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters,
+# if at all. So a step is observed after Accelerate's synchronised backward, which takes it. At a level the engine runs
+# at stage 0 with a torch optimizer, and `comm.deepspeed` connects it.
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def uses_zero(accelerator: Accelerator) -> bool:
+    """Return True if DeepSpeed's engine owns weights, states and steps."""
+    return uses_deepspeed(accelerator) and accelerator.fp8_recipe.level == "O0"
+
+
+MSAMP = "msamp"
+"""Section of a DeepSpeed configuration: `enabled` and `opt_level`, as in MS-AMP's fork."""
+
+
+def asked_by_deepspeed(arguments: Mapping[str, Any]) -> str | None:
+    """Return the backend string of a `DeepSpeedPlugin` with `enable_msamp`, or of its configuration; else None."""
+    plugins = arguments.get("deepspeed_plugins") or arguments.get("deepspeed_plugin")
+    plugin = next(iter(plugins.values()), None) if isinstance(plugins, dict) else plugins
+    section = getattr(plugin, "deepspeed_config", {}).get(MSAMP) or {}
+    return f"msamp:{section.get('opt_level', 'O1')}" if section.get("enabled") else None
+
+
+def with_zero_states(recipe: Recipe, accelerator: Accelerator) -> Recipe:
+    """Shard the states of a level as ZeRO-1 and 2 promise, unless the recipe says otherwise."""
+    plugin = accelerator.state.deepspeed_plugin
+    if not uses_deepspeed(accelerator) or recipe.level == "O0" or recipe.shard_states is not None:
+        return recipe
+    return recipe.replace(shard_states=True) if plugin.hf_ds_config._stage in (1, 2) else recipe
+
+
+@contextlib.contextmanager
+def engine_at_stage_0(plugin: DeepSpeedPlugin) -> Iterator[None]:
+    """Configure an engine that leaves weights, states and precision to a level, with an optimizer of PyTorch."""
+    config, given = plugin.deepspeed_config, dict(plugin.deepspeed_config)
+    new = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": False}, "fp16": {"enabled": False}, MSAMP: {}}
+    optimizer = config.get("optimizer")
+    if optimizer and str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        new["optimizer"] = optimizer | {"params": optimizer.get("params", {}) | {"torch_adam": True}}
+    config |= new
+    try:
+        yield
+    finally:
+        for name in new:
+            config.pop(name)
+        config |= {name: given[name] for name in new.keys() & given.keys()}
 
 
 class EngineSteps:

@@ -36,7 +36,7 @@ from ..states.checkpoint import unread_states, whole_states
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
 from .callers import log_by_trainer, running_trainer
-from .engines import setup_of, uses_deepspeed
+from .engines import setup_of, uses_deepspeed, uses_zero
 
 _PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 
@@ -95,15 +95,17 @@ class FP8Mixin(_RunTimeClass):
         """Continue after the original `__init__`. Raises `RecipeError` if the engine does not support the recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        rules.refuse(setup_of(self))
+        rules.refuse(setup := setup_of(self))
         # FSDP and DeepSpeed configure the precision around FP8 themselves
-        by_engine = self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        by_engine = self.distributed_type == DistributedType.FSDP or uses_zero(self)
         if "autocast_dtype" in recipe.given or by_engine:
             self.fp8_autocast_dtype = recipe.autocast_dtype
         else:
-            self.fp8_autocast_dtype = hardware.fast_precision(self.device)
+            self.fp8_autocast_dtype = "fp32" if setup.engine_bf16 is False else hardware.fast_precision(self.device)
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, replaces it
+        elif uses_deepspeed(self) and not by_engine:
+            self.native_amp = True
         if self.fp8_autocast_dtype == "fp16":
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             if self.distributed_type == DistributedType.FSDP:
@@ -142,6 +144,8 @@ class FP8Mixin(_RunTimeClass):
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
                 engines.upcast(model)
+            elif uses_deepspeed(self) and not uses_zero(self):
+                model.to(self.device)
             self._convert(model)
         for problem in problems:
             logger.warning("%s", problem)
@@ -166,19 +170,27 @@ class FP8Mixin(_RunTimeClass):
             ranks.connect_ranks(model, self.fp8_recipe)
         return result
 
+    def _prepare_deepspeed(self, *args):
+        """Prepare as Accelerate does; at a level with an engine at stage 0, and autocast as under DDP."""
+        if uses_zero(self):
+            return super()._prepare_deepspeed(*args)
+        for model in _models_and_optimizers(args)[0]:
+            if self.fp8_autocast_dtype == "bf16":
+                self._autocast_forward(model, self._autocast_in(torch.bfloat16))
+        with engines.engine_at_stage_0(self.deepspeed_plugin):
+            result = super()._prepare_deepspeed(*args)
+        for engine in _models_and_optimizers(result)[0]:
+            ranks.connect_ranks(engine, self.fp8_recipe)
+        return result
+
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         """Convert the model, then prepare it as Accelerate does."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
             rules.refuse(setup_of(self))
             self._convert(model, evaluation_mode)
-            if self.fp8_autocast_dtype == "fp16":  # with FP32 outputs, as stock Accelerate does for bf16
-                forward, autocast = model.forward, self._fp16_autocast()
-                model._original_forward = forward
-                if hasattr(forward, "__func__"):
-                    model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
-                else:
-                    model.forward = convert_outputs_to_fp32(autocast(forward))
+            if self.fp8_autocast_dtype == "fp16":
+                self._autocast_forward(model, self._autocast_in(torch.float16))
             if engines.wraps_in_ddp(self) and not evaluation_mode and leaves_nothing(model):
                 raise rules.refusal("ddp_nothing_left", setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -186,6 +198,15 @@ class FP8Mixin(_RunTimeClass):
             ranks.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
         return model
+
+    @staticmethod
+    def _autocast_forward(model: nn.Module, autocast: torch.autocast) -> None:
+        """Autocast a model's forward, with FP32 outputs, as stock Accelerate does for bf16 under DDP."""
+        model._original_forward = forward = model.forward
+        if hasattr(forward, "__func__"):
+            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+        else:
+            model.forward = convert_outputs_to_fp32(autocast(forward))
 
     def _original_msamp(self, args: tuple) -> tuple:
         models, optimizers = _models_and_optimizers(args)
@@ -206,7 +227,8 @@ class FP8Mixin(_RunTimeClass):
             preparation.prepare_model(model, self.fp8_recipe)
             is_first, self._fp8_converted = not self._fp8_converted, True
             # not in `__init__`: a Trainer builds several Accelerators, and prepares a model with one
-            if is_first and self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
+            is_chosen = setup_of(self).engine_bf16 is not False and "autocast_dtype" not in self.fp8_recipe.given
+            if is_first and self.fp8_autocast_dtype == "fp32" and is_chosen:
                 announce(
                     "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks "
                     "for bf16 all the same"
@@ -246,7 +268,7 @@ class FP8Mixin(_RunTimeClass):
     def _watch_optimizers(self) -> None:
         """Let every optimizer prove its models, in any order of preparation."""
         self.fp8_without_gradients = list(self._models)
-        if uses_deepspeed(self):
+        if uses_zero(self):
             engines.watch_engine(self)
             if self.fp8_engine_steps is not None:
                 features.run("report_samples", self.fp8_engine_steps, self._log_sample)
@@ -273,7 +295,7 @@ class FP8Mixin(_RunTimeClass):
     def has_whole_weights(self) -> bool:
         """True if models keep their Parameters, which their optimizers hold."""
         of_one_rank = self.distributed_type == DistributedType.NO or engines.shares_layers(self)
-        return of_one_rank or engines.wraps_in_ddp(self)
+        return of_one_rank or engines.wraps_in_ddp(self) or (uses_deepspeed(self) and not uses_zero(self))
 
     def backward(self, loss, **kwargs):
         """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. If a script accumulates
@@ -293,7 +315,7 @@ class FP8Mixin(_RunTimeClass):
             for optimizer in map(_innermost, self._optimizers):
                 if hasattr(optimizer, "fused_backward"):  # LOMO steps inside backward, and its `step` is never called
                     engines.run_post_hooks(optimizer)
-        if uses_deepspeed(self):
+        if uses_zero(self):
             engines.after_engine_backward(self)
         if self.fp8_recipe.level != "O0":
             if self.sync_gradients and self.fp8_accumulates:
@@ -415,7 +437,7 @@ class FP8Mixin(_RunTimeClass):
         self.fp8_has_loaded = True
 
     def _scaling_in_files(self):
-        owners = self._models if uses_deepspeed(self) else ()
+        owners = self._models if uses_zero(self) else ()
         return scaling_state.in_files([*map(_innermost, self._optimizers), *owners])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
@@ -454,16 +476,16 @@ class FP8Mixin(_RunTimeClass):
 
     # Precision around FP8
 
-    def _fp16_autocast(self, handler=None) -> torch.autocast:
+    def _autocast_in(self, dtype: torch.dtype, handler=None) -> torch.autocast:
         handler = handler or self.autocast_handler
         options = handler.to_kwargs() if handler is not None else {}
-        return torch.autocast(device_type=self.device.type, dtype=torch.float16, **options)
+        return torch.autocast(device_type=self.device.type, dtype=dtype, **options)
 
     @contextmanager
     def autocast(self, autocast_handler=None):
         """Autocast as Accelerate does, in `fp8_autocast_dtype`."""
         is_fp16 = self.fp8_autocast_dtype == "fp16"
-        with self._fp16_autocast(autocast_handler) if is_fp16 else super().autocast(autocast_handler):
+        with self._autocast_in(torch.float16, autocast_handler) if is_fp16 else super().autocast(autocast_handler):
             yield
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):

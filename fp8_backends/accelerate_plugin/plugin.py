@@ -22,7 +22,7 @@ from ..recipes.strings import names_backend
 from ..rules.preconditions import check_machine
 from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
-from .engines import wraps_in_ddp
+from .engines import asked_by_deepspeed, with_zero_states, wraps_in_ddp
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 _MARK = "_connected_by_fp8_backends"
@@ -108,6 +108,8 @@ def _patched(original):
             for name in _FP8_CHECKS:
                 undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))
                 setattr(accelerate.state, name, lambda *args, **kwargs: True)
+            if (stock := os.environ.pop("ACCELERATE_FP8_BACKEND", None)) is not None:  # a DeepSpeedPlugin knows no O3
+                undo.callback(os.environ.__setitem__, "ACCELERATE_FP8_BACKEND", stock)
             original(*bound.args, **bound.kwargs)
         ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
         if self.num_processes == 1 < ranks:
@@ -115,7 +117,7 @@ def _patched(original):
                 f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
                 "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
             )
-        self._start_fp8(for_trainer(recipe, wraps_in_ddp(self)))
+        self._start_fp8(with_zero_states(for_trainer(recipe, wraps_in_ddp(self)), self))
 
     setattr(__init__, _MARK, True)
     return __init__
@@ -166,6 +168,8 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
             f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
             "what the recipe is, and a handler in kwargs_handlers comes before it"
         )
+    if not handlers and (backend := asked_by_deepspeed(arguments)):
+        handlers = [FP8RecipeKwargs(backend=backend)]
     recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
     return recipe if by_trainer is None else around_fp8(recipe, by_trainer, arguments)
 

@@ -7,6 +7,7 @@ a group must start in the same order on all ranks, and DDP's order depends on th
 """
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,12 +83,10 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection = Connection.find(ddp)
     if connection is None:
         connection = _install(ddp)
-        codes = [part for weight in weights.values() if isinstance(weight, BlockCodes) for part in weight.parts]
-        scaled = [weight for weight in weights.values() if isinstance(weight, ScaledTensor)]
-        connection.make_equal([*scaled, *codes, *scaling_states()], source=0)
+        connection.start([*weights.values(), *scaling_states()])
     if by_hook:
         _register_hook(ddp, connection)
-    connection.reduce(ddp, weights, gradient_comm, watch)
+    connection.reduce(weights, gradient_comm, watch, ddp.bucket_bytes_cap)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
     agree_after_backward(ddp, scaling_states, [connection.group])
@@ -117,14 +116,19 @@ class Connection(BackwardPass):
         self.keeps_whole = False
         """Optimizer states are no longer sharded."""
 
-    def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
-        """Reduce the gradients of the trainable weights from now on."""
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy weights, codes of a checkpoint and scaling states from the first rank."""
+        parts = (tensor.parts if isinstance(tensor, BlockCodes) else [tensor] for tensor in tensors)
+        self.make_equal(itertools.chain.from_iterable(parts), source=0)
+
+    def reduce(self, weights: dict[str, nn.Parameter], comm: str, watch: Watch, bucket_bytes: int) -> None:
+        """Reduce the gradients of the trainable weights from now on, in buckets of so many bytes in FP32."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained or (self.reducer is not None and self.reducer.serves(trained, comm)):
             return
         if self.reducer is not None:
             self.collectives.remove(self.reducer)
-        self.reducer = GradientReducer(trained, self.group, comm, ddp.bucket_bytes_cap)
+        self.reducer = GradientReducer(trained, self.group, comm, bucket_bytes)
         self.collectives.insert(0, self.reducer)
         for index, weight in enumerate(self.reducer.parameters):
             watch(weight, GradientArrives(self, index))
@@ -258,7 +262,7 @@ def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Para
 
 
 def _install(ddp: DistributedDataParallel) -> Connection:
-    connection, cls = Connection(_own_group(ddp)), type(ddp)
+    connection, cls = Connection(own_group(ddp.process_group, ddp.device)), type(ddp)
     ddp.register_forward_hook(connection)
     if cls is DistributedDataParallel:
         ddp.__class__ = ConnectedDDP
@@ -267,17 +271,17 @@ def _install(ddp: DistributedDataParallel) -> Connection:
     return connection
 
 
-def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """Create a new group of DDP's ranks, with its backend and timeout."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
+def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Create a new group of the same ranks, with the same backend and timeout on the device."""
+    ranks = dist.get_process_group_ranks(group)
     try:
-        timeout = ddp.process_group._get_backend(ddp.device).options._timeout
+        timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         timeout = None  # the backend's default
     return dist.new_group(
         ranks,
         timeout=timeout,
-        backend=dist.get_backend(ddp.process_group),
+        backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc="fp8_backends",
     )
@@ -434,13 +438,13 @@ class SharedOut:
     """Assign each weight's rest (`ScaledTensor.rest`) and optimizer states to one rank, as in ZeRO-1.
 
     Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master (level O3) or
-    residual (O4) and their Adam states, and makes their steps; then the new E4M3 weights and their scales travel to all
-    ranks. A rank holds 2 + 5/N bytes an element at O3, 2 + 3/N at O4.
+    residual (O4) and their Adam states, and makes their steps; then the new weights and their scales travel to all
+    ranks. A rank holds 3 + 8/N bytes an element at O1, 3 + 3/N at O2, 2 + 5/N at O3, 2 + 3/N at O4.
 
     All ranks create it, with the same weights in the same order. It drops the rest of other ranks' weights at once.
 
     Args:
-        weights: parameters with E4M3 data, equal on all ranks.
+        weights: scaled weights, equal on all ranks.
         group: the ranks; used by nothing else while an optimizer steps.
         recipe: for messages.
     """
@@ -455,7 +459,7 @@ class SharedOut:
             load[owner] += weight.numel()
         for weight in self.weights:
             weight.settle()
-            weight.shared_out = True
+            weight.shared_out = weight.rest is not None
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:
@@ -473,7 +477,7 @@ class SharedOut:
             )
 
     def drop(self, weight: torch.Tensor) -> None:
-        if self.owns(weight):
+        if self.owns(weight) or not weight.shared_out:
             return
         storage = weight.elsewhere.storage if weight.rest is None else stored_parts(weight.rest)[0].dtype
         weight.rest = None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import rules
-from ..comm import fsdp2
+from ..comm import deepspeed, fsdp2
 from ..compute import registry
 from ..compute.fields import flag, parsed
 from ..convert import conversion, features, quantized_layers, stored_weights
@@ -59,6 +59,8 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
         check_is_optimizer(optimizer, hint=order)
     check_is_module(model, hint=order)
     rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
+    if recipe.level != "O0" and deepspeed.is_engine(model):
+        deepspeed.check(model)
     if optimizer is not None:  # before the model changes
         preconditions.check_trains([model], [optimizer], recipe)
         preconditions.check_optimizer(optimizer, recipe)

@@ -1,22 +1,25 @@
 """Connect a prepared model to the other ranks: gradients, scaling states, weights as codes."""
 
+import functools
 import weakref
 from functools import partial
 
 import torch
 from torch import nn
 
-from ..comm import ddp, fsdp2
+from ..comm import ddp, deepspeed, fsdp2
 from ..convert import features
 from ..convert.conversion import Prepared, prepared_roots
 from ..recipes.handlers import Recipe
 from ..states import levels
+from ..states.checkpoint import whole_states
 
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
-    """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel` or `fully_shard`,
-    and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it does nothing. Raises
-    `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the wrapper."""
+    """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel`, `fully_shard` or
+    DeepSpeed's engine, and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it
+    does nothing. Raises `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the
+    wrapper."""
     for wrapper in ddp.wrappers(model):
         if roots := prepared_roots(wrapper.module):
             for _, _, prepared in roots:
@@ -24,6 +27,9 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, partial(scaling_buffers, roots))
     roots = prepared_roots(model)
     states = partial(scaling_buffers, roots)
+    if deepspeed.is_engine(model) and recipe.level != "O0":
+        deepspeed.connect(model, recipe.comm, levels.swap_gradient_hook, states)
+        save_whole_states(model)
     if fsdp2.fsdp_modules(model):
         for _, root, prepared in roots:
             prepared.compute.keep_weight_casts(root, False)
@@ -37,6 +43,20 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     elif fsdp2.ranks_sharing_layers(model) > 1:
         fsdp2.agree(model, states)
         levels.expect_equal_gradients(model)
+
+
+def save_whole_states(engine: nn.Module) -> None:
+    """Let a DeepSpeed engine save states that its ranks shard. Idempotent."""
+    if "save_checkpoint" in engine.__dict__ or engine.optimizer is None:
+        return
+    save = engine.save_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(*args, **kwargs):
+        with whole_states(engine.optimizer, receives=engine.save_non_zero_checkpoint):
+            return save(*args, **kwargs)
+
+    engine.save_checkpoint = save_checkpoint
 
 
 def scaling_buffers(roots: list[tuple[str, nn.Module, Prepared]]) -> list[torch.Tensor]:

@@ -301,9 +301,9 @@ class LevelFields(KwargsHandler):
     """Rounding of stored weights and Adam states; nearest, as in MS-AMP, loses small updates."""
     implementation: str = setting("native", one_of("native", "original"), levels=ABOVE_O0)
     """Run the levels with this package, or with the installed package msamp (original)."""
-    shard_states: bool = setting(True, flag, levels=("O3", "O4"))
-    """Under DDP shard masters, residuals and Adam states between the ranks: 2 + 5/N bytes an element at O3 in place of
-    7, and 2 + 3/N at O4 in place of 5."""
+    shard_states: bool | None = setting(None, flag, levels=ABOVE_O0)
+    """Under DDP and DeepSpeed shard masters, residuals and Adam states between N ranks, as ZeRO-1 does (default: at O3
+    and O4, and under ZeRO-1 and 2): 3 + 3/N bytes an element at O2, 2 + 5/N at O3, 2 + 3/N at O4."""
     gradient_release: bool = setting(False, flag, levels=ABOVE_O0, idle=False)
     """Step each parameter inside backward, as soon as its gradient is complete, and free the gradient. Not with
     accumulation or clipping."""

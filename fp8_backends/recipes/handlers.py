@@ -119,8 +119,8 @@ class Recipe(CommonFields):
 
     @property
     def shares_states(self) -> bool:
-        """True if DDP ranks shard masters, residuals and optimizer states by weight."""
-        return self.shard_states and self.level in OF_LEVELS["shard_states"].levels
+        """True if the ranks of DDP or DeepSpeed shard masters, residuals and optimizer states by weight."""
+        return self.level in ("O3", "O4") if self.shard_states is None else self.shard_states
 
     @property
     def described(self) -> dict[str, Any]:
@@ -417,9 +417,9 @@ def as_json(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map each common field that differs between two recipes to both values, except the name and fields of monitoring.
-    `before`, `after`: `Recipe.to_dict` or `as_json` of each; one may come from a checkpoint."""
-    ignored = {"name", *(name for name, field in SETTINGS.items() if field.only_watches)}
+    """Map each common field that differs between two recipes to both values, except the name, the placement of states
+    and fields of monitoring. `before`, `after`: `Recipe.to_dict` or `as_json`; one may come from a checkpoint."""
+    ignored = {"name", "shard_states", *(name for name, field in SETTINGS.items() if field.only_watches)}
     return {
         name: (before[name], value)
         for name, value in after.items()

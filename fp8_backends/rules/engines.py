@@ -18,9 +18,11 @@ def _decided_by_engine(setup: Setup) -> str:
     """Name the recipe's fields that the engine's own configuration replaces."""
     recipe, engine = setup.recipe, setup.parallel
     autocast = "autocast_dtype" in recipe.given and (recipe.autocast_dtype != "bf16" or setup.engine_bf16 is False)
+    if engine == "deepspeed" and setup.has_level:  # the level's own autocast, without a loss scaler
+        autocast = recipe.autocast_dtype == "fp16"
     fields = {
         "autocast_dtype": engine in ("fsdp2", "deepspeed") and autocast,
-        "gradient_comm": engine == "deepspeed" and recipe.gradient_comm == "fp8",
+        "gradient_comm": engine == "deepspeed" and not setup.has_level and recipe.gradient_comm == "fp8",
         "enable_fsdp_float8_all_gather": (
             engine in ("deepspeed", "fsdp1") and recipe.compute == "native" and recipe.enable_fsdp_float8_all_gather
         ),
@@ -71,12 +73,20 @@ ENGINE_RULES = (
         lambda s: (
             s.has_level
             and s.parallel == "deepspeed"
-            and f"with DeepSpeed, {s.recipe.compute}:{s.recipe.scaling} trains in FP8"
+            and (s.zero_stage == 3 and "zero_stage 3" or s.zero_offload and "offload")
         ),
-        "the levels O1 to O4 do not go with DeepSpeed: its ZeRO stages keep weights, gradients and optimizer states "
-        "in their own partitions",
-        "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
-        "use the same backend without +msamp",
+        "the levels O1 to O4 do not go with ZeRO-3 and offload of DeepSpeed, which flatten and move the weights: a "
+        "scale belongs to a whole weight",
+        "shard this very level with FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2), or in a configuration of "
+        "Accelerate distributed_type: FSDP, fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: "
+        "TRANSFORMER_BASED_WRAP, fsdp_reshard_after_forward: true}; or use zero_stage 1 or 2 without offload, or the "
+        "same backend without +msamp",
+    ),
+    refused(
+        "release_deepspeed",
+        lambda s: s.recipe.gradient_release and s.parallel == "deepspeed",
+        "gradient_release steps inside backward, and DeepSpeed's engine clips, steps and drops gradients after it",
+        "leave gradient_release out, or use DDP or FSDP2",
     ),
     refused(
         "level_fsdp1",
@@ -160,7 +170,7 @@ ENGINE_RULES = (
     info(
         "shared_states_saving",
         lambda s: s.recipe.shares_states and s.parallel == "ddp",
-        "under DDP each rank has the masters, residuals and states of its own part at O3 and O4, so a state dict "
+        "under DDP each rank has the masters, residuals and states of its own part (shard_states), so a state dict "
         "needs all ranks: saving on rank 0 only is an error (under transformers' Trainer each rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),

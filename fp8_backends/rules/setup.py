@@ -71,6 +71,8 @@ class Setup:
     cpu_ram_efficient_loading: bool | None = None
     world_size: int | None = None
     zero_stage: int | None = None
+    zero_offload: bool | None = None
+    """DeepSpeed keeps optimizer states or weights on the CPU or a disk."""
     engine_bf16: bool | None = None
     """DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None

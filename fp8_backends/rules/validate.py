@@ -60,6 +60,7 @@ def validate(
     cpu_ram_efficient_loading: bool | None = None,
     world_size: int | None = None,
     zero_stage: int | None = None,
+    zero_offload: bool | None = None,
     tensor_parallel: int | None = None,
     quantized_base: bool | None = None,
     accumulation_steps: int | None = None,
@@ -79,7 +80,7 @@ def validate(
         optimizer: the object, or its name in transformers' `optim` or Axolotl's `optimizer`.
         cpu_ram_efficient_loading: FSDP's option to load weights on the first rank only.
         world_size: processes that train together; default: those of the running process group.
-        zero_stage: DeepSpeed's.
+        zero_stage, zero_offload: DeepSpeed's stage, and if it keeps states or weights on the CPU or a disk.
         tensor_parallel: ranks that share a layer.
         quantized_base: bitsandbytes stores layers in 4 or 8 bits.
         accumulation_steps: backward passes for each optimizer step.
@@ -104,6 +105,7 @@ def validate(
         "cpu_ram_efficient_loading": (flag, cpu_ram_efficient_loading),
         "world_size": (whole_number(1), world_size),
         "zero_stage": (whole_number(0), zero_stage),
+        "zero_offload": (flag, zero_offload),
         "tensor_parallel": (whole_number(1), tensor_parallel),
         "quantized_base": (flag, quantized_base),
         "accumulation_steps": (whole_number(1), accumulation_steps),

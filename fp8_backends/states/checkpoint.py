@@ -147,7 +147,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
-    """Gather masters, residuals and optimizer states at levels O3 and O4 for as long as a checkpoint is written on
+    """Gather masters, residuals and optimizer states that ranks shard for as long as a checkpoint is written on
     several ranks: inside, `state_dict()` of model and optimizer holds them bit-exactly.
 
     All ranks enter and leave it. Optimizers without a level are left unchanged. Load a checkpoint without it: every
@@ -218,21 +218,22 @@ def gather(
         if owners.owns(p):
             rest, step = p.rest, state[STEP].clone().cpu() if STEP in state else torch.tensor(-1.0, dtype=torch.float32)
         else:
-            rest = torch.empty(p.shape, dtype=p.elsewhere.storage, device=place)
+            rest = torch.empty(p.shape, dtype=p.elsewhere.storage, device=place) if p.shared_out else None
             step = torch.empty((), dtype=torch.float32)
-            if rest.dtype != torch.int8:  # a master, and no residual
+            if rest is not None and rest.dtype != torch.int8:  # a master, and no residual
                 rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32, device=place), p.dtype)
         roles, exact = optimizer.roles_of(group), optimizer.fp8_declared.exact_states(p.shape)
         buffers = {name: optimizer.new_moment(p, name, place) for name in roles if moments}
         for name in exact if moments else ():
             buffers[name] = torch.zeros(exact[name], dtype=torch.float32, device=place)
         gathered = {name: state.get(name, buffer) for name, buffer in buffers.items()}
-        owners.send_to_all(p, [step, rest, *gathered.values()])
+        owners.send_to_all(p, [step, *([rest] if p.shared_out else []), *gathered.values()])
         p.stored.gathered = True
         if not receives:
             _put_placeholder(p)
         elif not owners.owns(p):
-            p.rest, p.elsewhere = rest, None
+            if p.shared_out:
+                p.rest, p.elsewhere = rest, None
             if moments and step >= 0:
                 optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
                 optimizer.show_master(p)
@@ -297,7 +298,10 @@ def _check(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
 
 def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise FP8BackendError("it is no state dict of an optimizer, which has state and param_groups")
+        raise FP8BackendError(
+            "it is no state dict of an optimizer, which has state and param_groups (DeepSpeed finds none where ZeRO "
+            "trained without a level: load the weights only, with load_optimizer_states=False)"
+        )
     groups, states = state_dict["param_groups"], state_dict["state"]
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise FP8BackendError(f"its param_groups are no list of dicts. {_DAMAGED}")

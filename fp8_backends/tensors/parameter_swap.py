@@ -5,7 +5,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,21 +44,34 @@ def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
 
 def _held(name: str, why: str) -> str:
     return (
-        f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): prepare the model "
-        f"before torch.compile runs it, before it is wrapped, when no loss of an earlier forward is kept and no "
-        f"profiler runs"
+        f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): prepare the model and "
+        f"move it to its device before torch.compile runs it, before it is wrapped, when no loss of an earlier forward "
+        f"is kept and no profiler runs"
     )
 
 
 @contextlib.contextmanager
-def belongings_kept(module: nn.Module) -> Iterator[None]:
-    """Keep hooks and attributes where they are during `module.to(…)`, which swaps the tensors of scaled Parameters."""
-    before = [(p, _belongings(p)) for p in module._parameters.values() if isinstance(p, ScaledTensor)]
+def belongings_kept(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Keep hooks and attributes where they are during `module.to(…)`, which swaps the tensors of scaled Parameters.
+    Weights that `fn` would leave on their device in their dtype stay out: others may hold them, and forbid a swap."""
+    scaled = {name: p for name, p in module._parameters.items() if isinstance(p, ScaledTensor)}
+    unchanged = {name: p for name, p in scaled.items() if _leaves(fn, p)}
+    for name, parameter in scaled.items():
+        if name not in unchanged:
+            refuse_if_held(parameter, name)
+    before = [(p, _belongings(p)) for p in scaled.values()]
+    module._parameters.update(dict.fromkeys(unchanged))
     try:
         yield
     finally:
+        module._parameters.update(unchanged)
         for parameter, belongings in before:
             _give_back(parameter, *belongings)
+
+
+def _leaves(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> bool:
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return fn(probe) is probe and not (probe.device.type == "cpu" and probe.is_shared())
 
 
 class KeepsBelongings:
@@ -68,7 +81,7 @@ class KeepsBelongings:
         self.module = module
 
     def __call__(self, fn, recurse: bool = True) -> nn.Module:
-        with belongings_kept(self.module):
+        with belongings_kept(self.module, fn):
             return type(self.module)._apply(self.module, fn, recurse)
 
 

@@ -161,6 +161,8 @@ class ScaledTensor(WithoutMemory):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    ds_optim_param = True
+    """DeepSpeed's engine broadcasts the bytes of no Parameter with this attribute: codes are copied by `comm`."""
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
@@ -314,8 +316,8 @@ class ScaledTensor(WithoutMemory):
             raise FP8BackendError(
                 f"a weight in scaled precision takes values of its own shape, dtype and device as `.data`: they differ "
                 f"in {' and '.join(differing)} ({_described(values)}, and the weight is {_described(self)}). Move or "
-                f"cast it with its module (module.to(...)), or make it plain first: "
-                f"fp8_backends.restore(model)"
+                f"cast it with its module (module.to(...)), turn bf16 off in a DeepSpeed configuration, or make it "
+                f"plain first: fp8_backends.restore(model)"
             )
         with torch.no_grad():
             self.detach().copy_(values)

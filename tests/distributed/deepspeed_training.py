@@ -82,7 +82,7 @@ def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf1
     fields = options.pop("fields", {})
     handler = options.pop("handler", None) or (backend and fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
     handlers = [InitProcessGroupKwargs(backend="gloo"), *([handler] if handler else [])]
-    precision = "fp8" if handler else ("bf16" if bf16 else "no")
+    precision = options.pop("mixed_precision", "fp8" if handler else ("bf16" if bf16 else "no"))
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     acc = None

@@ -86,7 +86,7 @@ WHOLE = tuple(name for name in ENGINES if name not in SPLIT)
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
     """Return the expected error of a refused cell; None for a working one."""
-    if engine.startswith("ZeRO") or engine == "Ulysses":
+    if engine in ("ZeRO-3", "Ulysses"):
         return "FSDP2" if "msamp" in backend else None
     if engine.startswith("TP") and (backend.startswith("te") or backend.endswith(("O3", "O4"))):
         return "DTensors" if backend.startswith("te") else "O1 and O2 go with"

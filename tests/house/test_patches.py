@@ -112,7 +112,8 @@ def is_function(value: ast.AST | None, functions: set[str]) -> bool:
     if isinstance(value, ast.IfExp):
         return is_function(value.body, functions) or is_function(value.orelse, functions)
     if isinstance(value, ast.Call):
-        return dotted(value.func).endswith("MethodType")
+        of_file = any(is_function(argument, functions) for argument in value.args)
+        return dotted(value.func).endswith(("MethodType", "partial")) and of_file
     return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
 
 

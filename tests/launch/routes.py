@@ -58,6 +58,25 @@ def launch_deepspeed(backend: str, output: str, folder: Path) -> Started:
     return ours(*ranks, "--fp8_backend", backend, SCRIPT, output)
 
 
+def deepspeed_file(folder: Path) -> str:
+    file = folder / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 16}))
+    return str(file)
+
+
+def launch_deepspeed_file(backend: str, output: str, folder: Path) -> Started:
+    ranks = ("--use_deepspeed", "--num_processes", "2", "--main_process_port", free_port())
+    return ours(*ranks, "--deepspeed_config_file", deepspeed_file(folder), "--fp8_backend", backend, SCRIPT, output)
+
+
+def accelerate_launch_deepspeed(backend: str, output: str, folder: Path) -> Started:
+    engine = {"distributed_type": "DEEPSPEED", "use_cpu": False, "num_processes": 2}
+    engine["deepspeed_config"] = {"deepspeed_config_file": deepspeed_file(folder)}
+    file = yaml_file(folder, fp8_config={"backend": backend}, **engine)
+    precision = ("--mixed_precision", "fp8")  # refused beside that file if the YAML says it
+    return stocks("--config_file", file, *precision, "--main_process_port", free_port(), SCRIPT, output, "--import")
+
+
 def launch_fsdp2(backend: str, output: str, folder: Path) -> Started:
     ranks = ("--use_fsdp", "--num_processes", "2", "--main_process_port", free_port())
     fsdp = ("--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP", "--fsdp_cpu_ram_efficient_loading", "false")
@@ -106,7 +125,9 @@ ROUTES: dict[str, Callable[[str, str, Path], Started]] = {
     "fp8-backends launch --cpu --num_processes 2": launch_cpu_ranks,
     "fp8-backends launch --use_fsdp": launch_fsdp2,
     "fp8-backends launch --use_deepspeed": launch_deepspeed,
+    "fp8-backends launch --deepspeed_config_file": launch_deepspeed_file,
     "accelerate launch --multi_gpu": accelerate_launch_ranks,
+    "accelerate launch, DEEPSPEED": accelerate_launch_deepspeed,
     "torchrun -m worker": torchrun_worker,
 }
 
@@ -114,12 +135,12 @@ ROUTES: dict[str, Callable[[str, str, Path], Started]] = {
 def backends_of(route: str) -> tuple[str, ...]:
     if route == "fp8-backends launch --cpu":
         return (*COMPUTES, *LEVELS, *ABSENT, *MORE_ABSENT)
-    return EACH_KIND
+    return (*EACH_KIND, "msamp:O2") if "deepspeed" in route.lower() else EACH_KIND
 
 
 def main(folder: str, *routes: str) -> None:
     os.chdir(HERE)
-    forked_workers.prepare(Path(folder), deepspeed="fp8-backends launch --use_deepspeed" in routes)
+    forked_workers.prepare(Path(folder), deepspeed=any("deepspeed" in route.lower() for route in routes))
     output = str(Path(folder) / "output")
     for route in routes or ROUTES:
         for backend in backends_of(route):

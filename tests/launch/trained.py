@@ -43,6 +43,8 @@ def accelerator_arguments() -> dict:
         __compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at its first use
         config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 16, "bf16": {"enabled": False}}
         handlers = [InitProcessGroupKwargs(backend="gloo")]
+        if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+            return {"kwargs_handlers": handlers}
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config), "kwargs_handlers": handlers}
     return {}
 

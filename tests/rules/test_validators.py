@@ -345,7 +345,9 @@ def test_rowwise_products_on_cpu_need_recent_torch():
 
 REFUSED = [
     # rule, spec, refused setup, accepted setup, the cause
-    ("level_deepspeed", "msamp:O2", DS, FSDP2, "with DeepSpeed, native:window trains in FP8"),
+    ("level_deepspeed", "msamp:O2", {**DS, "zero_stage": 3}, {**DS, "zero_stage": 2}, "zero_stage 3"),
+    ("level_deepspeed", "msamp:O2", {**DS, "zero_offload": True}, {**DS, "zero_offload": False}, "offload"),
+    ("release_deepspeed", RELEASED, DS, DDP, ""),
     ("level_fsdp1", "te+msamp:O1", FSDP1, FSDP2, ""),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, FSDP2, DDP, ""),
     ("engine_decides", GRADIENTS, DS, DDP, "gradient_comm='fp8' with deepspeed"),
@@ -353,6 +355,7 @@ REFUSED = [
     ("engine_decides", WEIGHTS, DS, FSDP2, "enable_fsdp_float8_all_gather=True with deepspeed"),
     ("engine_decides", BF16, {**DS, "engine_bf16": False}, {**DS, "engine_bf16": True}, "'bf16' with deepspeed"),
     ("engine_decides", FP32, {**DS, "engine_bf16": True}, DDP, "autocast_dtype='fp32' with deepspeed"),
+    ("engine_decides", {**FP16, "backend": "msamp:O2"}, DS, DDP, "autocast_dtype='fp16' with deepspeed"),
     ("engine_decides", FP16, FSDP2, DDP, "autocast_dtype='fp16' with fsdp2"),
     ("engine_decides", FP16, DS, {"recipe": resolve(BF16), **DS}, "autocast_dtype='fp16' with deepspeed"),
     ("guard_engine", {"backend": "native", "guard": "stop"}, FSDP1, FSDP2, "guard='stop' with fsdp1"),

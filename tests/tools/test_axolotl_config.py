@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -211,11 +213,16 @@ def test_zero_stage_is_read_from_deepspeed_file(tmp_path):
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     values = {**BASE, "fp8": True, "deepspeed": "zero3.json"}
     config = read_axolotl(values, str(tmp_path / "a.yaml"), 2)
-    assert config.surroundings["zero_stage"] == 3
+    assert (config.surroundings["zero_stage"], config.surroundings["zero_offload"]) == (3, False)
     written = config.for_accelerate()
     assert written["deepspeed_config"] == {"deepspeed_config_file": "zero3.json"} and "mixed_precision" not in written
     config.use("te+msamp:O2")
     assert "level_deepspeed" in findings(config)
+    for offload, refused in (({}, False), ({"offload_optimizer": {"device": "cpu"}}, True)):
+        (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 2, **offload}}))
+        config = read_axolotl(values, str(tmp_path / "a.yaml"), 2)
+        config.use("msamp:O2")
+        assert ("level_deepspeed" in findings(config)) == refused
 
 
 def test_another_backend_keeps_only_its_fields():

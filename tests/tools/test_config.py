@@ -142,8 +142,32 @@ def test_surroundings_come_from_the_file_or_the_launchers_defaults(asked):
     assert untold.surroundings == {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}
     shared = asked(MSAMP, **FSDP, parallelism_config={"parallelism_config_tp_size": 2})
     assert shared.surroundings["tensor_parallel"] == 2
-    zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
-    assert asked(MSAMP, **zero).surroundings == {"zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("block", "stage", "offload"),
+    [
+        ({"gradient_clipping": 1.0}, 2, False),
+        ({"zero_stage": 1, "offload_optimizer_device": "none", "offload_param_device": "none"}, 1, False),
+        ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, 2, True),
+        ({"zero_stage": 1, "offload_param_device": "nvme"}, 1, True),
+        ({"zero_stage": 3}, 3, False),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_levels_are_refused_at_zero3_and_with_offload(block, stage, offload, is_file, asked, tmp_path):
+    """By an Accelerate file, and by the DeepSpeed file that it names."""
+    if is_file:
+        parts = ((key.split("_device")[0], value) for key, value in block.items() if key.startswith("offload"))
+        settings = {"stage": stage, **{part: {"device": device} for part, device in parts}}
+        (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": settings}))
+        block = {"deepspeed_config_file": str(tmp_path / "zero.json")}
+    for spec in ("msamp:O2", "native:delayed"):
+        config = asked({"backend": spec}, distributed_type="DEEPSPEED", deepspeed_config=block)
+        assert config.surroundings == {"zero_stage": stage, "zero_offload": offload}
+        refusal = [finding for finding in config.findings() if finding.rule == "level_deepspeed"]
+        assert bool(refusal) == (spec != "native:delayed" and (stage == 3 or offload))
+        assert all("FullyShardedDataParallelPlugin(fsdp_version=2)" in finding.fix for finding in refusal)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +294,7 @@ def test_config_keeps_deepspeed_file_without_mixed_precision(tmp_path):
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
     assert resolve(environment_fields(environment)).name == "ao:tensorwise"
     again = read(str(tmp_path / "b.yaml"))
-    assert again.surroundings == {"zero_stage": 3} and again.recipe.name == "ao:tensorwise"
+    assert again.surroundings == {"zero_stage": 3, "zero_offload": False} and again.recipe.name == "ao:tensorwise"
 
 
 # The command

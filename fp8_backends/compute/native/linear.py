@@ -84,7 +84,7 @@ class FP8Products(KeepsLedger):
         self.fp8_scaling = new_state(self.fp8_rule, self.fp8_history_len, device)
 
     def _apply(self, fn, recurse=True):
-        with belongings_kept(self):
+        with belongings_kept(self, fn):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ import transformer_engine.pytorch.module.linear as te_linear_module
 from torch import distributed, nn
 
 from ...errors import FP8BackendError, RecipeError, Refusal
+from ...tensors.parameter_swap import belongings_kept
 from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
@@ -252,6 +253,10 @@ class TELayer:
     # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+    def _apply(self, fn, recurse=True):
+        with belongings_kept(self, fn):
+            return super()._apply(fn, recurse)
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """Multiply the rows of x, in the region of the root's forward or in one for this layer."""

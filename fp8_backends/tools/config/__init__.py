@@ -143,6 +143,7 @@ _ENGINES |= {"tpu": "TPU", "none": "none"}
 _COMPILED = {"none": "no", "full": "the whole model", "regional": "the repeated blocks"}
 _OPTIONS = {
     "zero_stage": "ZeRO stage {}",
+    "zero_offload": "offload",
     "cpu_ram_efficient_loading": "efficient loading",
     "activation_checkpointing": "activation checkpointing",
 }

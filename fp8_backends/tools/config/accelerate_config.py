@@ -14,7 +14,7 @@ from ...errors import RecipeError
 from ...recipes.merging import merged
 from ...recipes.sources import config_source
 from ...rules import Compiled, Parallel
-from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
+from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig, offloads
 
 _OLD_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys that Accelerate still translates."""
@@ -149,7 +149,11 @@ def _surroundings(file: ConfigFile, config: TrainingConfig, fsdp: ConfigFile, de
         for name, default in (("activation_checkpointing", False), ("cpu_ram_efficient_loading", True)):
             arguments[name] = fsdp.get(f"fsdp_{name}", flag, default)
     if config.parallel == "deepspeed":
-        path = deepspeed.get("deepspeed_config_file", word)
-        arguments["zero_stage"] = file.zero_stage(path) if path else deepspeed.get("zero_stage", whole_number(0), 2)
+        if path := deepspeed.get("deepspeed_config_file", word):
+            arguments = file.zero(path)
+        else:
+            arguments["zero_stage"] = deepspeed.get("zero_stage", whole_number(0), 2)
+            devices = (deepspeed.values.get(f"offload_{part}_device") for part in ("optimizer", "param"))
+            arguments["zero_offload"] = offloads(devices)
     ranks = file.block("parallelism_config").get("parallelism_config_tp_size", whole_number(1))
     return arguments if ranks is None else {**arguments, "tensor_parallel": ranks}

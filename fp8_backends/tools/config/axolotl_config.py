@@ -221,7 +221,7 @@ def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel)
         "sequence_length": file.get("sequence_len", whole_number(1)),
         "optimizer": file.get("optimizer", word),
         "cpu_ram_efficient_loading": fsdp.get("cpu_ram_efficient_loading", False) if fsdp else None,
-        "zero_stage": file.zero_stage(file.values["deepspeed"]) if parallel == "deepspeed" else None,
+        **(file.zero(file.values["deepspeed"]) if parallel == "deepspeed" else {}),
         "tensor_parallel": file.get("tensor_parallel_size", whole_number(1), 1),
         "quantized_base": any(_is_on(file, key) for key in ("load_in_4bit", "load_in_8bit")),
     }

@@ -145,9 +145,18 @@ class ConfigFile:
             more = len(unknown) - _MOST_NAMED
             raise RecipeError(f"{self.name}: not known: {named}" + (f" and {more} more" if more > 0 else ""))
 
-    def zero_stage(self, path: str) -> int | None:
-        """Return the ZeRO stage of a DeepSpeed file, found from here or beside this file; None if unknown."""
+    def zero(self, path: str) -> dict[str, Any]:
+        """Return stage and offload of a DeepSpeed file, found from here or beside this file; {} without it."""
         places = (path, os.path.join(os.path.dirname(self.source), path))
         path = next((place for place in places if os.path.isfile(place)), None)
-        stage = path and ConfigFile(read_file(path), path).block("zero_optimization").values.get("stage")
-        return stage if isinstance(stage, int) else None
+        if path is None:
+            return {}
+        block = ConfigFile(read_file(path), path).block("zero_optimization")
+        stage = block.values.get("stage", 0)
+        devices = [block.block(f"offload_{part}").values.get("device") for part in ("optimizer", "param")]
+        return {"zero_stage": stage if isinstance(stage, int) else None, "zero_offload": offloads(devices)}
+
+
+def offloads(devices: Iterable[Any]) -> bool:
+    """Return True if DeepSpeed moves states or weights to one of these devices."""
+    return any(str(device).lower() in ("cpu", "nvme") for device in devices)

@@ -30,7 +30,7 @@ LONG = 8192
 ENGINES = {
     "ddp": "each rank holds the whole model: least traffic, if it fits",
     "fsdp2": "ranks share weights, gradients and Adam states, and gather each layer in turn",
-    "deepspeed": "ZeRO, for scripts made for it; without MS-AMP's levels",
+    "deepspeed": "ZeRO-2, for scripts made for it",
 }
 
 
@@ -50,7 +50,7 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
     values = {
         **{"compute_environment": "LOCAL_MACHINE", "num_machines": machines, "machine_rank": 0},
         **{"num_processes": workload.devices, "use_cpu": gpu is None, "mixed_precision": "fp8"},
-        **_engine_keys(engine, gpu is not None, is_short),
+        **_engine_keys(engine, gpu is not None),
     }
     if machines > 1:
         values["main_process_ip"] = _ask("address", platform.node(), word, ("address", "of the first machine"))
@@ -171,7 +171,7 @@ def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) ->
     engine = shardings[0]
     if len(shardings) > 1:
         engine = _ask("engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items())
-    return engine, fits.get(engine, {plain: True})
+    return engine, fits["ddp" if engine == "deepspeed" else engine]
 
 
 def _ask_memory(engine: str, fits: dict[str, bool], is_long: bool) -> tuple[str, bool]:
@@ -180,17 +180,15 @@ def _ask_memory(engine: str, fits: dict[str, bool], is_long: bool) -> tuple[str,
     stored = next((level for level in levels if fits[level]), [plain, *levels][-1])
     saves = f"{stored} stores weights, gradients and Adam states in 8 and 16 bits{'; and activations in FP8' * is_long}"
     choices = [("no", f"{plain} stores them as bf16 training does"), ("yes", saves)]
-    if engine == "deepspeed":
-        choices = [("no", "ZeRO-2 shares gradients and Adam states"), ("yes", "ZeRO-3 shares weights, too")]
     is_short = _ask_yes("memory is short", not fits[plain], *choices)
     return stored if is_short else plain, is_short
 
 
-def _engine_keys(engine: str, on_gpu: bool, is_short: bool) -> dict[str, Any]:
+def _engine_keys(engine: str, on_gpu: bool) -> dict[str, Any]:
     if engine == "fsdp2":
         block = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         block |= {"fsdp_reshard_after_forward": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
         return {"distributed_type": "FSDP", "fsdp_config": block}
     if engine == "deepspeed":
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3 if is_short else 2}}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
     return {"distributed_type": "NO" if engine == "none" else "MULTI_GPU" if on_gpu else "MULTI_CPU"}

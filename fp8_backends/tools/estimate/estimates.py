@@ -147,8 +147,10 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings share."""
     result = Estimate(backend, sharding, workload.devices)
     if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
-        result.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
-        return result
+        if sharding == "zero3":
+            result.refused = f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
+            return result
+        sharding, recipe = "ddp", recipe.replace(shard_states=True)
     is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
     kind = sharding in DEEPSPEED, is_te and sharding == "fsdp2", releases and sharding == "ddp"
     key = (backend, id(recipe), *kind)
