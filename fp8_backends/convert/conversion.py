@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.deepspeed import is_engine
 from ..compute.interface import Compute, TransposedLinear
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe, differences
@@ -188,9 +189,9 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside `torch.compile`, DDP and DataParallel."""
+    """Return the model inside `torch.compile`, DDP, DataParallel and DeepSpeed's engine."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_engine(model):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model._orig_mod
