@@ -1,4 +1,4 @@
-"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and three pages from the records in
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and four pages from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
@@ -6,10 +6,11 @@
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
 The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index have the table
-`summary`, three of the main `figures`, `tables.rst` has `models`, and the guide to reliability `reliability`. A
-question without a record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the
-targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by
-name. Every table names the machine, the versions and the date, and pairs speeds with losses for trained models.
+`summary`, three of the main `figures`; `tables.rst` has `models`, the guide to reliability `reliability`, and
+`speed.rst` `published`. A question without a record prints `not yet measured`. CPU questions have a table per recorded
+kind of CPU, and the targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if
+recorded, else the first by name. Every table names the machine, the versions and the date, and pairs speeds with
+losses for trained models.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GUIDES = HERE.parent / "fp8_backends" / "docs"
 DOCUMENTS = (
     HERE.parent / "README.rst",
     HERE / "README.rst",
-    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "reliability")),
+    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "reliability", "speed")),
 )
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries with versions above a table."""
@@ -551,6 +552,38 @@ def estimate(records: Records) -> str:
     return of_records(records, {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"}, made)
 
 
+def published(records: Records) -> str:
+    """Return predicted and published speeds of FP8 over bf16, one row a run, and the sources with their assumptions."""
+    if "published" not in records:
+        return "Published runs: not yet measured."
+    found = records["published"]["results"]
+    errors = sorted(abs(each["predicted"] / each["published"] - 1) for each in found)
+    rows = []
+    for each in found:
+        low, high = each["interval"]
+        error = f"{100 * (each['predicted'] / each['published'] - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")
+        is_inside = "yes" if low <= each["published"] <= high else "no"
+        numbers = [f"{each[name]:.2f}" for name in ("published", "predicted")]
+        reached = each.get("bf16_predicted") and f"{each['bf16_published'] / each['bf16_predicted']:.2f}"
+        rows.append(
+            [each["what"], f"``{each['backend']}``", *numbers, error, f"{low:.2f} to {high:.2f}", is_inside, reached]
+        )
+    header = ["run", "backend", "published", "predicted", "error", "interval", "inside", "bf16 speed"]
+    middle = errors[len(errors) // 2]
+    sentence = (
+        f"Median error {100 * middle:.1f} %, worst {100 * errors[-1]:.1f} %. *bf16 speed*: published over predicted."
+    )
+    sources: dict[str, list[str]] = {}
+    for each in found:
+        sources.setdefault(each["source"], []).extend(each["assumed"].split(", "))
+    lines = []
+    for source, assumed in sources.items():
+        known = ", ".join(dict.fromkeys(filter(None, assumed)))
+        lines.append(f"* {source}" + (f"; assumed: {known}" if known else ""))
+    filled = [textwrap.fill(line, 118, subsequent_indent="  ") for line in lines]
+    return "\n\n".join([rst(header, rows), textwrap.fill(sentence, 118), "\n".join(filled)])
+
+
 def models(records: Records) -> str:
     """Return one row per model of each record, over all of its backends."""
     tables = []
@@ -749,6 +782,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "long-run": long_run,
     "estimate": estimate,
     "models": models,
+    "published": published,
     "reliability": reliability,
 }
 _MARKED = re.compile(

@@ -28,7 +28,7 @@ MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+c
 
 def test_documents_show_measured_figures():
     """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the summary in the
-    README and the index, models and reliability in their pages, the others in `benchmarks/README.rst`.
+    README and the index, models, reliability and published runs in their pages, the others in `benchmarks/README.rst`.
     `benchmarks/tables.py --write` updates them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
     readme, measurements, index, *pages = texts
@@ -36,7 +36,7 @@ def test_documents_show_measured_figures():
     made = {name: table(records) for name, table in tables.TABLES.items()}
     assert readme == index == {"summary": made.pop("summary")}
     shown = [{name: text for name, text in page.items() if name in made} for page in pages]
-    assert shown == [{name: made.pop(name)} for name in ("models", "reliability")]
+    assert shown == [{name: made.pop(name)} for name in ("models", "reliability", "published")]
     assert measurements == made
 
 

@@ -17,17 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 from measuring import table  # noqa: E402
 
-BF16, FAST, FP8, FP32_RESULT, ROWWISE = KINDS = (
-    "bf16",
-    "FP8, fast accumulation",
-    "FP8",
-    "FP8, FP32 result",
-    "FP8, a scale for each row",
-)
-"""Products of `gpu/limits.py`. The last one accumulates fast."""
+from fp8_backends.compute.rates import BF16, FAST, FP8, FP32_RESULT, KINDS, ROWWISE  # noqa: E402, F401
+
+"""Products of `gpu/limits.py` have the names of the package's curves. The last one accumulates fast."""
 Shape = tuple[int, int, int]
 """(m, k, n) of [m, k] x [k, n]."""
 RECORD = Path(__file__).resolve().parents[1] / "results" / "limits_gpu.json"

@@ -64,7 +64,7 @@ class Chip(NamedTuple):
 
 
 _TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
-_COMPILE = "with torch.compile, for models of a billion parameters and more"
+_COMPILE = "with torch.compile"
 _UNCERTAIN = Advice(
     "bf16",
     "",

@@ -1,36 +1,27 @@
-"""Limits of models, and sizes below which FP8 gains little.
+"""Limits of models, and layers that gain little in FP8, as `compute.rates` predicts (docs/speed.rst).
 
-Sources: TorchAO's automatic filters (layers), Accelerate's documentation of TransformerEngine (share), and tokens a
-second over bf16 (models) by AWS on P5 with TransformerEngine, Axolotl with FSDP2 and FP8 all-gather, and TorchAO.
+Source of the least share: Accelerate's documentation of TransformerEngine.
 """
 
 from ..compute.frozen_weights import TRAINS
+from ..compute.rates import TOKENS, linear_gain, rates_of
 from ..convert import quantized_layers
 from ..recipes.handlers import Recipe
 from ..words import listed, share
-from .setup import Setup, error, info, number, warning
+from .setup import Setup, error, info, warning
 
-SMALLEST_MEASURED = 10**9
-MODEST_UNTIL = 3 * 10**9
-
-
-def _is_small(size: tuple[int, int], recipe: Recipe) -> bool:
-    inputs, outputs = size
-    if recipe.scaling in ("rowwise", "rowwise_with_gw_hp"):
-        return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
-    return inputs <= 4096 and outputs <= 1024
+MODEST_GAIN = 1.25
 
 
-def _all_small(setup: Setup) -> str:
-    sizes = setup.linear_sizes
-    if not sizes or not setup.machine.chip.fp8 or not all(_is_small(size, setup.recipe) for size in sizes):
+def _gain(setup: Setup, least: float, end: float) -> str:
+    """Name the predicted gain of the layers in FP8 if it lies between two bounds."""
+    recipe, chip = setup.recipe, rates_of(setup.machine.chip)
+    if chip is None or not setup.linear_sizes:
         return ""
-    return "the largest is {} -> {}".format(*max(sizes, key=lambda size: size[0] * size[1]))
-
-
-def _parameters(setup: Setup, least: int, end: int) -> str:
-    in_range = setup.parameters is not None and least <= setup.parameters < end
-    return f"{number(setup.parameters)} parameters" if in_range and setup.machine.chip.fp8 else ""
+    gain = linear_gain(setup.linear_sizes, recipe.compute, recipe.scaling, chip)
+    largest = "{} -> {}".format(*max(setup.linear_sizes, key=lambda size: size[0] * size[1]))
+    found = f"the largest is {largest}; {gain:.2f} times bf16's speed at {TOKENS:,} tokens"
+    return found if least < gain <= end else ""
 
 
 def _unaligned(name: str, size: int | None, recipe: Recipe) -> str:
@@ -76,29 +67,16 @@ MODEL_RULES = (
     ),
     warning(
         "small_layers",
-        _all_small,
-        "every layer for FP8 is too small: casting to FP8 costs more than its products save (TorchAO's filters, "
-        "fitted to an H100: up to 4096 -> 1024; with a scale a row up to 2048 outputs, or 1024 inputs, or 2048 -> "
-        "4096)",
-        "train in bf16, or give FP8 a larger model",
-    ),
-    warning(
-        "small_model",
-        lambda s: (
-            not _all_small(s)
-            and (text := _parameters(s, 0, SMALLEST_MEASURED))
-            and f"{text}, {s.parameters / SMALLEST_MEASURED:.2g} of the smallest measured"
-        ),
-        "smaller than any model with a measured gain: on H100s 1 billion parameters gained 1.5 % on one node and 13 "
-        "% on 32 (AWS), 7 billion 12 to 23 %",
-        "train in bf16, or measure both on your machine",
+        lambda s: _gain(s, 0, 1),
+        "the layers for FP8 are too small: casting to FP8 is predicted to cost more than its products save, even "
+        "compiled",
+        "train in bf16, give FP8 a larger model or more tokens at a time; fp8-backends estimate times the whole step",
     ),
     info(
         "modest_gain",
-        lambda s: _parameters(s, SMALLEST_MEASURED, MODEST_UNTIL),
-        "models of this size gain little: on H100s 1 billion parameters 1.5 to 13 % (AWS), 3 billion about 10 % "
-        "(Axolotl), against 12 to 25 % for 7 to 8 billion (AWS, TorchAO)",
-        "measure both on your machine",
+        lambda s: _gain(s, 1, MODEST_GAIN),
+        "the layers for FP8 are predicted to gain little, compiled, and the rest of a step nothing",
+        "fp8-backends estimate times the whole step; or measure both on your machine",
     ),
     info(
         "layers_off_16",

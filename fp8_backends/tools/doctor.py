@@ -15,6 +15,7 @@ import torch
 
 from .. import __version__
 from ..compute import chips, hardware, registry
+from ..compute.rates import CHIPS, Rates, pays_from, rates_of
 from ..compute.te.backend import REINSTALL
 from ..errors import FP8BackendError
 from ..words import share
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         product = chips.product_named(args.chip)
         advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())._asdict()
         report = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
-        print(json.dumps(report, indent=1) if args.json else paragraphs([_advice(advice), *_chip(report["chip"])]))
+        rows = [_advice(advice, CHIPS.get(product.name) or rates_of(product.chip)), *_chip(report["chip"])]
+        print(json.dumps(report, indent=1) if args.json else paragraphs(rows))
         return 0
     if args.json:
         every_chip = [chips.described(chip) for chip in chips.CHIPS]
@@ -150,14 +152,15 @@ def _machine(report: dict[str, Any]) -> Lines:
     if machine["driver"]:
         yield "driver", machine["driver"]
     yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in report["versions"].items())
-    yield _advice(report["advice"])
+    yield _advice(report["advice"], rates_of(hardware.chip()))
     yield "auto", f"means {report['auto']['backend']} here: {report['auto']['reason']}"
 
 
-def _advice(advice: dict[str, str]) -> tuple[str, str]:
+def _advice(advice: dict[str, str], known: Rates | None) -> tuple[str, str]:
     precision = "FP8" if advice["precision"] == "fp8" else advice["precision"]
     backend = f" ({advice['backend']})" if advice["backend"] else ""
-    return "advice", f"train in {precision}{backend}: {advice['reason']}"
+    sizes = f"; {pays_from('native', 'dynamic', known)}" if known else ""
+    return "advice", f"train in {precision}{backend}: {advice['reason']}{sizes}"
 
 
 def _backends(backends: dict[str, dict[str, Any]]) -> Lines:

@@ -22,6 +22,7 @@ from budgets import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8_backends.compute import rates as package_rates
 from fp8_backends.compute.products import scaled_product
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -107,6 +108,12 @@ def test_products_take_the_time_of_their_measured_rates():
         for part in ("layer", "outside"):
             seconds = sum(roofline.of_product(Product(**each)) for each in result[part]["products"])
             assert seconds == pytest.approx(result[part]["seconds"]["products"])
+
+
+def test_package_has_the_fitted_curves():
+    for kind, fitted in rates.curves().items():
+        assert package_rates.CURVES[kind] == pytest.approx(fitted, rel=1e-3)
+        assert package_rates.rate(kind, 8192, 4096, 4096) == pytest.approx(rates.rate(kind, 8192, 4096, 4096), rel=1e-3)
 
 
 def test_rate_curves_predict_shapes_left_out_of_the_fit():

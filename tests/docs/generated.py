@@ -19,7 +19,7 @@ import matrix  # noqa: E402
 from documents import GUIDES, ROOT  # noqa: E402
 from test_arrows import FLOORS  # noqa: E402
 
-from fp8_backends.compute import chips
+from fp8_backends.compute import chips, rates
 from fp8_backends.convert import saved_activations
 from fp8_backends.recipes import fields
 from fp8_backends.rules import THEMES
@@ -108,6 +108,21 @@ def packed_nodes() -> str:
     return simple_table(rows)
 
 
+def constants() -> str:
+    """Return the constants of the time model, with their sources."""
+    rows = [[name, f"{each.value:.3g}", escaped(each.source)] for name, each in rates.CONSTANTS.items()]
+    return simple_table([["constant", "value", "source"], *rows])
+
+
+def limits() -> str:
+    """Return the published limits of chips."""
+    header = ["chip", "bf16, TFLOP/s", "FP8", "memory, TB/s", "link, GB/s", "network", "source"]
+    units = (1e12, 1e12, 1e12, 1e9, 1e9)
+    rows = [[name, *(f"{x / unit:.4g}" for x, unit in zip(each, units, strict=False)), escaped(each.source)]
+            for name, each in rates.CHIPS.items()]  # fmt: skip
+    return simple_table([header, *rows])
+
+
 def simple_table(rows: list[list[str]]) -> str:
     """Write a header and rows as reStructuredText."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -164,7 +179,14 @@ TABLES = {
     "contributing.rst": {"rooms": rooms},
     "examples.rst": {"examples": gallery},
     "fields.rst": {"fields": recipe_fields},
-    "tables.rst": {"chips": chip_table, "engines": engines, "features": features, "nodes": packed_nodes},
+    "speed.rst": {"rates": limits},
+    "tables.rst": {
+        "chips": chip_table,
+        "engines": engines,
+        "features": features,
+        "nodes": packed_nodes,
+        "constants": constants,
+    },
 }
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]
 

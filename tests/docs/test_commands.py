@@ -154,7 +154,7 @@ def test_the_guide_shows_the_printed_estimates(folder, capsys):
         ]
         for text in (table, printed)  # a column of nothing but "-" is not printed
     )
-    assert len(rows) == 2 and shown_rows == rows
+    assert len(rows) == 4 and shown_rows == rows, "memory and time of both"
 
 
 def parsed(name: str, command) -> list[argparse.Namespace]:

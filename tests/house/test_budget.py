@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 37_094, 187
+LINES, FILES = 37_094, 189
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

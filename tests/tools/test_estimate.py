@@ -121,11 +121,11 @@ def advised(config, chip, *backends):
 
 
 def test_advice_names_chips_and_models_without_speed():
-    small, large = LlamaConfig(num_hidden_layers=1), LlamaConfig(num_hidden_layers=32)
+    small, large = LlamaConfig(hidden_size=1024, intermediate_size=1024, vocab_size=512), LlamaConfig()
     assert advised(large, "h100", "native:dynamic") == [] and advised(small, "80", "native:dynamic") == []
     assert advised(small, "h100") == []
     (line,) = advised(small, "h100", "native:dynamic", "te:delayed")
-    assert "speed is to be expected of FP8: smaller than any model" in line
+    assert "speed is to be expected of FP8: the layers for FP8 are too small" in line
     (line,) = advised(large, "l40s", "native:dynamic")
     assert line.startswith("for speed train in bf16: it has FP8 products, and reports")
     (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "ao:tensorwise")

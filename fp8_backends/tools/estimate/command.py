@@ -1,28 +1,36 @@
-"""`fp8-backends estimate`: the memory and traffic of training a model, before anything runs."""
+"""`fp8-backends estimate`: does a training fit, how fast is it, and with what, before anything runs."""
 
 import argparse
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ...compute import chips, hardware
+from ...compute.rates import CHIPS, pays_from
 from ...errors import FP8BackendError, RecipeError
-from ...recipes.handlers import resolve
+from ...recipes.handlers import Recipe, resolve
 from ...rules import RULES
 from ...rules.validate import validate
 from ...words import share
-from ..terminal import Progress, add_feature_flags, features_of, paragraphs, table
-from .estimates import BASELINES, USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
+from .. import page
+from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
+from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
+from .step_time import PARTS
 
 SEQUENCE = 2048
+LORA_BACKENDS = "bf16,native:dynamic"
 BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,msamp:O4,te,ao"
 
 GIB = 2**30
+LORA_RANK, MOST_DEVICES = 16, 1024
+"""Of the changes that would make a training fit."""
 
 
 class Device(NamedTuple):
@@ -34,20 +42,26 @@ class Device(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Traces a training step of the model without computing it, and prints what one device holds and sends: no "
-        "weights are loaded, nothing is fetched, and the device need not be there."
+        "Traces a training step of the model without computing it, and prints what one device holds, sends and takes: "
+        "no weights are loaded, nothing is fetched, and the device need not be there."
     )
     add = parser.add_argument
     add("model", nargs="?", help="a config.json of transformers, its folder, or the name of a cached model")
     add("--params", help="instead of a model: a Llama of so many parameters (8B, 350M)")
     add("--devices", type=int, default=1, help="how many train it (default: 1)")
     add("--chip", "--device", help="h100, h200, b200, a100, l40s, rtx4090, …, cpu, or GiB (default: this machine)")
-    add("--sharding", help="of none, ddp, fsdp2, zero1, zero2, zero3, by commas (default: none; ddp,fsdp2)")
-    add("--backend", default=BACKENDS, help=f"backend strings by commas (default: {BACKENDS})")
-    add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
+    of_shardings = f"of {', '.join(SHARDINGS)}, each with +tp:N, by commas (default: none; ddp,fsdp2)"
+    add("--sharding", help=of_shardings)
+    add("--backend", help=f"backend strings by commas (default: {BACKENDS}; with --lora {LORA_BACKENDS})")
+    add("--batch", default="1", help='samples of one device at a time, or "largest" that fits (default: 1)')
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add_feature_flags(parser)
+    add("--gradient-release", action="store_true", help="at levels: drop each gradient inside backward")
+    add("--lora", type=int, default=0, metavar="RANK", help="train PEFT's adapters of this rank on a frozen base")
+    add("--frozen-fp8", action="store_true", help="with --lora: hold the frozen base in FP8 (fp8_params)")
+    add("--compile", action="store_true", help="time the step with torch.compile of each layer")
+    add("--page", metavar="FILE", help="write a page with charts")
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
 
@@ -55,28 +69,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.params is None):
         raise FP8BackendError("name a model (config.json, folder, or a cached model), or give --params, one of both")
-    for name in ("devices", "batch", "sequence"):
-        if (value := getattr(args, name)) is not None and value < 1:
+    largest = args.batch == "largest"
+    if not largest and not args.batch.isdecimal():
+        raise FP8BackendError(f'--batch {args.batch}: a whole number, or "largest"')
+    for name, value in (("devices", args.devices), ("batch", largest or int(args.batch)), ("sequence", args.sequence)):
+        if value is not None and value < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
+    if args.frozen_fp8 and not args.lora:
+        raise FP8BackendError("--frozen-fp8 holds the frozen base of --lora RANK: name a rank, such as 16")
     device = device_named(args.chip)
     model = from_transformers(args.model) if args.params is None else from_parameters(parse_count(args.params))
+    model.lora = args.lora
     if args.sequence is not None and not model.reads_tokens:
         raise FP8BackendError(f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it out")
     settings = {
-        "batch": args.batch,
+        "batch": 0 if largest else int(args.batch),
         "sequence": args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
         **{name: getattr(args, name) for name in ("checkpointing", "weights", "devices")},
     }
-    workload = Workload(model=model, memory=device.memory, **settings)
+    workload = Workload(model=model, memory=device.memory, chip=device.chip, compiled=args.compile, **settings)
     with Progress(f"tracing a training step of {model.title}") as progress:
-        names, kept = _listed("--backend", args.backend), features_of(args)
-        backends = [name if name.lower() in BASELINES else resolve({"backend": name, **kept}) for name in names]
+        names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
+        backends = [name if name.lower() in BASELINES else _recipe(name, args) for name in names]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
         estimates = estimate(workload, backends, shardings, progress)
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
         advice += auto_advice(device)
+        nothing_fits = not any(each.fits for each in estimates)
+        smaller = changes(workload, estimates, progress) if nothing_fits else []
+    answer = answered(workload, estimates, smaller)
+    if args.page is not None:
+        Path(args.page).write_text(_page(workload, device, estimates, answer), encoding="utf-8")
     if args.json:
         plain = {
             "model": model.title,
@@ -84,12 +109,124 @@ def run(args: argparse.Namespace) -> int:
             "device": device._asdict(),
             "settings": settings,
             "estimates": [each.to_dict() for each in estimates],
+            "changes": [{**each._asdict(), "estimate": each.estimate.to_dict()} for each in smaller],
+            "answer": dict(answer),
             "advice": advice,
         }
         print(json.dumps(plain, indent=1))
     else:
-        print(text(workload, device, estimates, advice))
+        print(text(workload, device, estimates, advice, answer, smaller))
     return 0
+
+
+def _recipe(name: str, args: argparse.Namespace) -> Recipe:
+    """Resolve a backend with the flags' fields; a field of levels goes to levels, a field of others to the others."""
+    is_level = resolve(name).level != "O0"
+    more = {"gradient_release": True} if args.gradient_release and is_level else {}
+    more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
+    return resolve({"backend": name, **features_of(args), **more})
+
+
+class Change(NamedTuple):
+    title: str
+    options: str
+    """Options of `fp8-backends estimate`, to paste."""
+    estimate: Estimate
+
+
+def changes(workload: Workload, found: list[Estimate], on_step: Callable[[str], object]) -> list[Change]:
+    """Return changes from the mildest on: of what is stored, of what is trained, and of the number of devices. Levels
+    are left out under ZeRO-3, and adapters of a model that trains adapters already."""
+    known = [each for each in found if not each.refused]
+    best = min(known, key=lambda each: each.peak)
+    level = best.backend if best.backend not in BASELINES and "msamp" in best.backend else "msamp:O2"
+    made = []
+    for title, options, changed, backend, sharding in _candidates(workload, best, level):
+        on_step(title)
+        if sharding == "zero3" and isinstance(backend, dict):
+            continue
+        (one,) = estimate(changed, [backend], [sharding])
+        one.fits = not one.refused and one.peak <= USABLE * workload.memory
+        if one.fits and not any(each.estimate.fits for each in made):  # the recommended one
+            (one,) = estimate(replace(changed, memory=workload.memory, chip=workload.chip), [backend], [sharding])
+        made.append(Change(title, options, one))
+    return made
+
+
+def _candidates(workload: Workload, best: Estimate, level: str) -> Iterator[tuple]:
+    wider = replace(workload, batch=workload.batch or 1, memory=None, chip=None)
+    less = replace(wider, checkpointing=True)
+    release = {"backend": "msamp:O4", "gradient_release": True}
+    if not workload.checkpointing:
+        yield "activation checkpointing", f"--backend {best.backend} --checkpointing", less, best.backend, best.sharding
+    if not workload.model.lora:
+        options = "--backend msamp:O4"
+        yield "level O4", options, wider, {"backend": "msamp:O4"}, best.sharding
+        yield "O4, gradient release", f"{options} --gradient-release", wider, release, best.sharding
+        both = f"{options} --gradient-release --checkpointing"
+        yield "O4, release and checkpointing", both, less, release, best.sharding
+        shape = replace(workload.model, lora=LORA_RANK)
+        for title, base, options in (("LoRA", wider, ""), ("LoRA and checkpointing", less, " --checkpointing")):
+            tuned, options = replace(base, model=shape), f"--lora {LORA_RANK}{options} --backend native:dynamic"
+            yield f"{title}, rank {LORA_RANK}, bf16 base", options, tuned, "native:dynamic", best.sharding
+            frozen = {"backend": "native:dynamic", "fp8_params": True}
+            yield f"{title}, FP8 base", f"{options} --frozen-fp8", tuned, frozen, best.sharding
+    kind = best.sharding if "fsdp2" in best.sharding or best.sharding == "hsdp" else "fsdp2"
+    backend = "bf16" if best.sharding.startswith("zero") else level
+    traced: dict = {}
+    least, devices = best.static / workload.memory / 2, workload.devices
+    while (devices := 2 * devices) <= MOST_DEVICES:
+        more = replace(wider, devices=devices)
+        if devices <= least:
+            continue
+        peak = estimate(more, [backend], [kind], traced=traced)[0].peak
+        if peak <= USABLE * workload.memory or devices == MOST_DEVICES:
+            options = f"--devices {devices} --sharding {kind} --backend {backend}"
+            yield f"{devices} devices", options, more, backend, kind
+            return
+
+
+def answered(workload: Workload, estimates: list[Estimate], smaller: list[Change]) -> list[tuple[str, str]]:
+    """Answer three questions, (question, answer) each: the fastest that fits, or the mildest change that does."""
+    usable = USABLE * workload.memory / GIB
+    fitting = [each for each in estimates if each.fits]
+    known = [each for each in estimates if not each.refused]
+    least = min(known, key=lambda each: each.peak)
+    counts = f"{len(fitting)} of {len(known)} do"
+    fit = f"yes, {counts}" if fitting else "no"
+    fit += f": the least is {least.backend} with {_number(least.peak / GIB)} of {usable:.0f} usable GiB"
+    mild = [each for each in smaller if each.estimate.fits]
+    if not fitting and not mild:
+        return [("fits?", f"{fit}; and none of the changes below is enough")]
+    if not fitting:
+        fit += f"; with {mild[0].title} it needs {_number(mild[0].estimate.peak / GIB)}"
+    pool = fitting or [mild[0].estimate]
+    best = max(pool, key=lambda each: (each.tokens_per_second or 0, -each.peak))
+    answers = [("fits?", fit), ("speed?", _speed_of(best, workload))]
+    if best.backend in BASELINES:
+        recipe = f'mixed_precision="{best.backend}"'
+    else:
+        fields = "".join(f", {name}={value!r}" for name, value in best.fields.items())
+        recipe = f'mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="{best.backend}"{fields})]'
+    return [*answers, ("recipe", f"Accelerator({recipe})")]
+
+
+def _speed_of(best: Estimate, workload: Workload) -> str:
+    if best.time is None:
+        return f"unknown: no public rates of this chip are known here; least memory that fits: {best.backend}"
+    time, (low, ratio, high) = best.time, best.speedup
+    text = f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
+    text += f"{best.tokens_per_second:,.0f} tokens/s a device"
+    if best.backend not in BASELINES:
+        text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
+        chip, recipe = CHIPS[workload.chip], resolve(best.backend)
+        tokens = best.batch * workload.sequence
+        text += f"; {pays_from(recipe.compute, recipe.scaling, chip, tokens)}"
+    return f"{text}; rates: {time.source}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def device_named(name: str | None) -> Device:
@@ -134,7 +271,7 @@ def _listed(flag: str, text: str) -> list[str]:
     return words
 
 
-NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "small_model", "modest_gain")
+NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "modest_gain")
 """Rules for little or no speed from FP8, the plainest first."""
 
 
@@ -180,27 +317,38 @@ _MEANINGS = {
 }
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SHARDINGS = {
-    "none": "nothing shared", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
+    "none": "nothing shared", "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
 }  # fmt: skip
 
 
-def text(workload: Workload, device: Device, estimates: list[Estimate], advice: Iterable[str] = ()) -> str:
+def text(
+    workload: Workload,
+    device: Device,
+    estimates: list[Estimate],
+    advice: Iterable[str] = (),
+    answer: Iterable[tuple[str, str]] = (),
+    smaller: Iterable[Change] = (),
+) -> str:
     known = [each for each in estimates if not each.refused]
     unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
     model = workload.model.title
     if not model.endswith("parameters)"):
         model += f": {readable_count(workload.model.parameters)} parameters"
-    training = [
-        f"{workload.devices} x {device.title}",
-        f"on each {workload.model.samples(workload.batch, workload.sequence)}",
-        "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights",
-    ]
-    end = ", fused AdamW" + (", activation checkpointing" if workload.checkpointing else "")
-    parts = [paragraphs([("model", model), ("training", "; ".join(training) + end)])]
+    parts = [paragraphs([("model", model), ("training", _training(workload, device)), *answer])]
     for sharding in dict.fromkeys(each.sharding for each in estimates):
-        where = "the device" if workload.devices == 1 else f"each of {workload.devices} devices, {_SHARDINGS[sharding]}"
+        where = (
+            "the device"
+            if workload.devices == 1
+            else f"each of {workload.devices} devices, {_SHARDINGS.get(sharding, sharding)}"
+        )
         group = [each for each in estimates if each.sharding == sharding]
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
+        if any(each.time for each in group):
+            parts.append(f"time of a step, {'compiled' if workload.compiled else 'eager'}\n{table(_times(group))}")
+    if smaller:
+        rows = [(_fit_of(each.estimate), f"{each.title}: {each.options}") for each in smaller]
+        parts.append(f"peak with a change\n{paragraphs(rows)}")
     moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
     legend = [
         *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _has_column(name, known)),
@@ -210,10 +358,60 @@ def text(workload: Workload, device: Device, estimates: list[Estimate], advice: 
         ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
         ("largest", "parameters of this shape with more or fewer layers"),
         ("batch", "the most samples at a time on a device"),
+        *([("/ bf16", "speed over bf16, with its interval")] if any(each.time for each in known) else []),
         *(("note", note) for note in dict.fromkeys(note for each in known for note in each.notes)),
         *(("advice", sentence) for sentence in advice),
     ]
     return "\n\n".join([*parts, paragraphs(legend)])
+
+
+def _fit_of(one: Estimate) -> str:
+    return "refused" if one.refused else f"{_number(one.peak / GIB):>4} GiB {'fits' if one.fits else 'no'} "
+
+
+def _training(workload: Workload, device: Device) -> str:
+    weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
+    if workload.model.lora:
+        weights = f"LoRA of rank {workload.model.lora} in FP32 on a frozen bf16 model"
+    samples = workload.model.samples(workload.batch, workload.sequence) if workload.batch else "the most that fit"
+    end = ", fused AdamW" + (", activation checkpointing" if workload.checkpointing else "")
+    return f"{workload.devices} x {device.title}; on each {samples}; {weights}{end}"
+
+
+def _times(group: Iterable[Estimate]) -> list[list[str]]:
+    """Return headings, and rows of each backend with a time."""
+    timed = [each for each in group if each.time]
+    parts = [name for name in PARTS if any(each.time.parts[name] > 0.002 * each.time.seconds for each in timed)]
+    rows = [["", "seconds", "between", "tokens/s", "/ bf16", "between", *parts]]
+    for each in timed:
+        time, (low, ratio, high) = each.time, each.speedup
+        interval = "" if each.backend in BASELINES else f"{low:.2f}-{high:.2f}"
+        numbers = [f"{time.seconds:.3g}", f"{time.low:.2g}-{time.high:.2g}"]
+        shares = [share(time.parts[name] / time.seconds) for name in parts]
+        rows.append([each.backend, *numbers, f"{each.tokens_per_second:,.0f}", f"{ratio:.2f}", interval, *shares])
+    return rows
+
+
+def _page(workload: Workload, device: Device, estimates: list[Estimate], answer: list[tuple[str, str]]) -> str:
+    known = [each for each in estimates if not each.refused]
+    colors = {each.backend: f"var(--c{i % page.COLORS + 1})" for i, each in enumerate(known)}
+
+    def bars(title: str, values: Iterable[tuple[Estimate, float, str]]) -> str:
+        rows = [(f"{e.backend}, {e.sharding}", colors[e.backend], value, label) for e, value, label in values]
+        return page.bars(rows, title)
+
+    mood = "good" if any(each.fits for each in known) else "bad"
+    verdict = Verdict(mood, f"{answer[0][0]} {answer[0][1]}", [f"{name} {text}" for name, text in answer[1:]])
+    timed = [each for each in known if each.time]
+    cells = [[page.signed(cell) for cell in row] for row in _times(timed)]
+    sections = {
+        "Peak memory of a device": bars("GiB", ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)),
+        "Time of a step": bars("seconds", ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)),
+        "Shares": page.table(cells[0], cells[1:]) if timed else "",
+    }
+    return page.page(
+        "A training, estimated", [workload.model.title, _training(workload, device)], verdict, [], sections
+    )
 
 
 def _table(group: list[Estimate], size: int) -> str:

@@ -1,4 +1,4 @@
-"""Estimate memory and traffic of a training step before it runs (docs/planning.rst).
+"""Estimate memory, traffic and time of a training step before it runs (docs/planning.rst, docs/speed.rst).
 
 Two traces with two and three layers (`step_trace.py`) give the growth with depth, one with twice the batch the growth
 of activations. Models with different layers are traced whole. `Rank` derives the costs of one of several ranks.
@@ -9,21 +9,24 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from ...comm.two_shot import BLOCK
-from ...compute import registry
+from ...compute import chips, registry
 from ...compute.fields import check_known, parsed, whole_number
+from ...compute.frozen_weights import SHARDED
+from ...compute.rates import CHIPS
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...states.levels import WEIGHT
 from ...words import shown
 from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
-from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
+from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, speedup, step_time
+from .step_trace import FLOWS, PARTS, Bytes, StepSettings, StepTrace, trace_step
 
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
@@ -32,7 +35,9 @@ BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 WEIGHT_DTYPES = ("fp32", "bf16")
 
-SHARDINGS = ("none", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+SHARDINGS = ("none", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
+"""`hsdp` is FSDP2 inside a machine of 8 devices and DDP between machines. `+tp:N` after any but ZeRO's splits each
+layer between N devices; `tp:N` alone is none or DDP with it."""
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
 USABLE = 0.92
@@ -43,6 +48,7 @@ USABLE = 0.92
 class Workload:
     model: ModelShape
     batch: int = 1
+    """Sequences of one device at a time; 0: the most that fit."""
     sequence: int = 1024
     checkpointing: bool = False
     weights: str = "fp32"
@@ -50,10 +56,16 @@ class Workload:
     devices: int = 1
     memory: float | None = None
     """Bytes of one device."""
+    chip: str | None = None
+    """A name in `compute.rates.CHIPS`, for seconds."""
+    compiled: bool = False
+    """`torch.compile` of each layer."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "devices"):
-            setattr(self, name, parsed(name, whole_number(1), getattr(self, name)))
+            setattr(self, name, parsed(name, whole_number(name != "batch"), getattr(self, name)))
+        if not self.batch and self.memory is None:
+            raise RecipeError("batch=0 (the most that fit) needs the memory of a device")
 
 
 @dataclass
@@ -63,6 +75,8 @@ class Estimate:
     backend: str
     sharding: str
     devices: int
+    batch: int = 0
+    """Sequences of one device at a time."""
     weights: float = 0.0
     master: float = 0.0
     gradients: float = 0.0
@@ -77,6 +91,12 @@ class Estimate:
     peak_at: str = ""
     """Region of the step with the highest moment."""
     sent: float = 0.0
+    time: StepTime | None = None
+    """Seconds with their parts and interval; None without public rates of the chip, and in FP32."""
+    speedup: tuple[float, ...] | None = None
+    """Tokens a second over bf16 under the same sharding and batch: low, predicted, high."""
+    tokens_per_second: float | None = None
+    """Of one device."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of the FLOPs of weight products."""
     parameters: float = 0.0
@@ -86,6 +106,8 @@ class Estimate:
     largest_layers: int | None = None
     largest_batch: int | None = None
     """Sequences of one device that fit; 0: not one."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the recipe besides its string."""
     refused: str = ""
     """Reason why this backend cannot train under this sharding; nothing else is then set."""
     notes: list[str] = field(default_factory=list)
@@ -96,7 +118,8 @@ class Estimate:
         return self.weights + self.master + self.gradients + self.states
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "static": self.static}
+        plain = {**asdict(self), "static": self.static}
+        return plain | ({"seconds": self.time.seconds} if self.time else {})
 
 
 def estimate(
@@ -104,6 +127,7 @@ def estimate(
     backends: Collection[str | Recipe],
     shardings: Collection[str] = ("none",),
     on_backend: Callable[[str], object] = lambda name: None,
+    traced: dict[tuple, Growth] | None = None,
 ) -> list[Estimate]:
     """Estimate each backend under each sharding, in this order.
 
@@ -113,6 +137,7 @@ def estimate(
         backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
         shardings: names from `SHARDINGS`.
         on_backend: called with the name of each backend before the trace of its steps, which takes seconds.
+        traced: keeps the traces for a later call that differs in `devices`, `memory`, `chip` or `compiled` only.
 
     Raises:
         RecipeError: an unknown backend, sharding or dtype of weights.
@@ -121,8 +146,7 @@ def estimate(
     for name, names in (("backends", backends), ("shardings", shardings)):
         if not isinstance(names, Collection) or isinstance(names, str):
             raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
-    for sharding in shardings:
-        check_known("sharding", sharding, SHARDINGS)
+    layouts = {sharding: Layout.parsed(sharding, workload.devices) for sharding in shardings}
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
     longest = workload.model.longest
     if longest is not None and longest < workload.sequence:
@@ -132,64 +156,163 @@ def estimate(
         baseline = str(name).lower()
         recipe = None if baseline in BASELINES else resolve(name)
         recipes.append((baseline if recipe is None else recipe.name, recipe))
-    traced: dict[tuple, Growth] = {}
+    traced = {} if traced is None else traced
     estimates = []
     for sharding in shardings:
         for name, recipe in recipes:
             on_backend(name)
-            estimates.append(_estimate(workload, name, recipe, sharding, traced))
+            estimates.append(_estimate(workload, name, recipe, sharding, layouts[sharding], traced))
     if estimates and all(each.refused for each in estimates):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in estimates)))
     return estimates
 
 
-def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:
+def _estimate(
+    workload: Workload, backend: str, recipe: Recipe | None, sharding: str, layout: Layout, traced: dict
+) -> Estimate:
     """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings share."""
     result = Estimate(backend, sharding, workload.devices)
-    if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
-        if sharding == "zero3":
+    if recipe is not None:
+        of_string = ("backend", "scaling", "opt_level")
+        result.fields = {name: value for name, value in recipe.to_kwargs().items() if name not in of_string}
+    if layout.kind in DEEPSPEED and recipe is not None and recipe.level != "O0":
+        if layout.kind == "zero3":
             result.refused = f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
             return result
-        sharding, recipe = "ddp", recipe.replace(shard_states=True)
-    is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
-    kind = sharding in DEEPSPEED, is_te and sharding == "fsdp2", releases and sharding == "ddp"
-    key = (backend, id(recipe), *kind)
+        layout, recipe = replace(layout, kind="ddp"), recipe.replace(shard_states=True)
+    if getattr(recipe, "fp8_params", False) and (layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")):
+        result.refused = str(SHARDED)
+        return result
+
+    def growth_of(recipe: Recipe | None, backend: str) -> Growth:
+        is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
+        kind = layout.kind in DEEPSPEED, is_te and layout.kind == "fsdp2", releases and layout.kind == "ddp"
+        key = (backend, repr(recipe), *kind)
+        traced[key] = traced.get(key) or Growth.traced(workload, recipe, layout.kind, backend)
+        return traced[key]
+
     try:
-        growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
+        growth = growth_of(recipe, backend)
+        layout.check(growth)
     except FP8BackendError as error:
         result.refused = str(error).split("\n")[0]
         return result
 
-    def on_one_rank(layers: int, batch: int) -> tuple[Rank, StepTrace]:
-        rank = Rank(growth.at(layers, batch), sharding, workload.devices, recipe)
-        return rank, rank.step()
+    def rank_of(growth: Growth, recipe: Recipe | None, layers: int, batch: int) -> Rank:
+        return Rank(layout.split(growth, layers, batch), layout.kind, layout.ranks, recipe, layout.shards)
 
     def fits(layers: int, batch: int) -> bool:
-        return highest(on_one_rank(layers, batch)[1])[1] <= USABLE * workload.memory
+        return highest(rank_of(growth, recipe, layers, batch).step())[1] <= USABLE * workload.memory
 
     for name, setting in FEATURES.items() if recipe is not None else ():
         if (value := getattr(recipe, name)) != setting.default:
             result.notes.append(f"{name}={value!r}, of the backends in FP8")
-    if is_te:
+    if getattr(recipe, "compute", "") == "te":
         result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     if workload.devices > 1:
         note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
-        result.notes.append(note)
-    layers, batch = workload.model.layers, workload.batch
-    rank, trace = on_one_rank(layers, batch)
+        result.notes.append(layout.note or note)
+    layers = workload.model.layers
+    batch = workload.batch or max(1, _largest(lambda count: fits(layers, count)))
+    result.batch, rank = batch, rank_of(growth, recipe, layers, batch)
+    trace = rank.step()
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
         setattr(result, part, trace.resting[part])
     result.gradients, result.sent = trace.saved[GRADIENTS], rank.sent_bytes()
     result.copies, result.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
     result.peak_at, result.peak = highest(trace)
     result.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
-    result.parameters = trace.sizes["parameters"]
+    result.parameters = growth.at(layers, batch).sizes["parameters"]
+    chip, cell = CHIPS.get(workload.chip or ""), None
+    if chip is not None and recipe is not None:
+        rule = "msamp" if recipe.compute == "native" and recipe.scaling == "window" else recipe.scaling
+        rule = rule if rule == "msamp" else f"{recipe.compute}:{rule}"
+        cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
+    if cell is not None and cell.state != chips.FP8:
+        result.notes.append(f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time")
+    elif chip is not None and backend not in ("fp16", "fp32"):
+        plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
+        waits = layout.waiting_bytes(workload, layers, batch)
+        works = [each.work(plain.trace.sizes, batch, waits) for each in (rank, plain)]
+        result.time = step_time(works[0], recipe, chip, workload.compiled)
+        result.speedup = speedup(works[0], recipe, works[1], chip, workload.compiled)
+        result.tokens_per_second = batch * workload.sequence / result.time.seconds / layout.tensor
     if workload.memory is not None:
         result.fits, result.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
         if growth.deeper is not growth.first:
             result.largest_layers = _largest(lambda count: fits(count, batch))
             result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
     return result
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sharding of a number of devices."""
+
+    kind: str
+    """One of SHARDINGS, with FSDP2 for `hsdp`."""
+    tensor: int
+    """Devices that share each layer."""
+    ranks: int
+    """Groups of them, with different data."""
+    shards: int
+    """Groups that FSDP2 shards a parameter over."""
+
+    @classmethod
+    def parsed(cls, sharding: str, devices: int) -> Layout:
+        """Read a name of SHARDINGS, `tp:N` or `NAME+tp:N`. Raises `RecipeError`."""
+        kind, _, ways = sharding.rpartition("tp:") if "tp:" in sharding else (sharding, "", "1")
+        tensor = parsed("tp", whole_number(1), int(ways) if ways.isdecimal() else ways)
+        kind = kind.removesuffix("+") or ("none" if devices == tensor else "ddp")
+        check_known("sharding", kind, SHARDINGS)
+        if devices % tensor or (tensor > 1 and kind in DEEPSPEED):
+            raise RecipeError(f"sharding {sharding!r} of {devices} devices: tp:N divides them, and not with ZeRO")
+        ranks = devices // tensor
+        shards = min(ranks, max(1, DEVICES_OF_A_MACHINE // tensor)) if kind == "hsdp" else ranks
+        return cls("fsdp2" if kind == "hsdp" else kind, tensor, ranks, shards)
+
+    @property
+    def note(self) -> str:
+        text = f"tp:{self.tensor}: blocks split between devices; embedding, head and residual stream are whole on each"
+        return text if self.tensor > 1 else ""
+
+    def check(self, growth: Growth) -> None:
+        """Raise `FP8BackendError` if tensor parallelism has no blocks to split."""
+        if self.tensor > 1 and growth.deeper is growth.first:
+            raise FP8BackendError("tensor parallelism is estimated for models of equal layers")
+
+    def split(self, growth: Growth, layers: int, batch: int) -> StepTrace:
+        """Return the trace of a device that has 1 / N of each block: of its weights, products, and the activations
+        between a pair of Linears."""
+        whole = growth.at(layers, batch)
+        if self.tensor == 1:
+            return whole
+        outside, ways = growth.at(0, batch), self.tensor
+        sides = [(count * min(k, n), count * (k + n)) for (kind, _, k, n, _), count in whole.products.items()]
+        kept = sum(each for each, _ in sides) / sum(each for _, each in sides)  # the residual stream's side
+        shares = dict.fromkeys((ACTIVATIONS, "moved", "packed"), kept + (1 - kept) / ways)
+        shares |= dict.fromkeys(("calls", "weight_width", "trained_width"), 1.0)
+
+        def divided(parts: Bytes, rest: Bytes) -> Bytes:
+            return {name: rest[name] + (v - rest[name]) * shares.get(name, 1 / ways) for name, v in parts.items()}
+
+        names = ("resting", "sizes", "saved")
+        parts = {name: divided(getattr(whole, name), getattr(outside, name)) for name in names}
+        parts["sizes"] |= {name: whole.sizes[name] / ways for name in ("block", "block_scaled")}
+        peaks = {region: divided(values, outside.peaks[region]) for region, values in whole.peaks.items()}
+        products: dict[tuple, float] = {}
+        for key, count in whole.products.items():
+            (kind, rows, k, n, in_fp8), rest = key, outside.products.get(key, 0)
+            narrow = (kind, rows, k, n / ways, in_fp8) if k <= n else (kind, rows, k / ways, n, in_fp8)
+            for shape, number in ((key, rest), (narrow, count - rest)):
+                products[shape] = products.get(shape, 0) + number
+        return StepTrace(**parts, peaks=peaks, products={key: count for key, count in products.items() if count > 1e-9})
+
+    def waiting_bytes(self, workload: Workload, layers: int, batch: int) -> float:
+        """Return the bytes of sums over tensor-parallel devices: two a layer forward, and two backward."""
+        width = getattr(workload.model.config, "hidden_size", 0)
+        sums = (6 if workload.checkpointing else 4) * layers * batch * workload.sequence * width * HALF
+        return 2 * (self.tensor - 1) / self.tensor * sums
 
 
 def highest(trace: StepTrace) -> tuple[str, float]:
@@ -209,8 +332,8 @@ class Growth:
     first: StepTrace
     deeper: StepTrace
     """With one more layer; `first` for a model that is traced whole."""
-    wider: StepTrace
-    """With twice the batch; `first` if no other batch is of interest."""
+    wider: Callable[[], StepTrace]
+    """With twice the batch."""
     layers: int
     batch: int
 
@@ -228,21 +351,21 @@ class Growth:
                 numbers[part] = value + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
             return numbers
 
-        traces = (self.first, self.deeper, self.wider)
-        parts = {name: grown(*(getattr(trace, name) for trace in traces)) for name in ("resting", "sizes", "saved")}
+        traces = (self.first, self.deeper, self.first if batch == self.batch else self.wider())
+        names = ("resting", "sizes", "saved", "products")
+        parts = {name: grown(*(getattr(trace, name) for trace in traces)) for name in names}
         peaks = {region: grown(*(trace.peaks[region] for trace in traces)) for region in self.first.peaks}
         return StepTrace(**parts, peaks=peaks)
 
     @classmethod
     def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Growth:
-        """Trace a model with few layers if its layers are alike, and with twice the batch if a memory is given."""
-        batch, model = workload.batch, workload.model
+        """Trace a model with few layers if its layers are alike, and with twice the batch once another one is asked."""
+        batch, model = workload.batch or 1, workload.model
         trace = partial(trace_model, workload, recipe, sharding, backend)
         short = model.with_layers(SHORT) if model.grows_evenly else model
         first = trace(short, batch)
         deeper = trace(model.with_layers(SHORT + 1), batch) if model.grows_evenly else first
-        wider = trace(short, 2 * batch) if workload.memory is not None else first
-        return cls(first, deeper, wider, short.layers, batch)
+        return cls(first, deeper, cache(partial(trace, short, 2 * batch)), short.layers, batch)
 
 
 def trace_model(
@@ -267,6 +390,11 @@ def trace_model(
     trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
     if getattr(recipe, "compute", "") == "te":
         _add_te_codes(trace, recipe, sharding)
+    is_wide = dtype == torch.float32
+    trace.sizes["weight_width"] = SINGLE if is_wide and not model.lora else HALF
+    trace.sizes["trained_width"] = SINGLE if is_wide or model.lora or sharding in DEEPSPEED else HALF
+    packs = getattr(recipe, "saved_activations", "off") != "off"
+    trace.sizes["packed"] = trace.saved[ACTIVATIONS] / batch if packs else 0.0
     return trace
 
 
@@ -301,8 +429,10 @@ GATHERED = 2
 class Rank:
     """One of `ranks` ranks, each with the traced batch (for DeepSpeed with bf16 weights and no autocast)."""
 
-    def __init__(self, trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> None:
-        self.trace, self.sharding, self.ranks = trace, sharding, ranks
+    def __init__(
+        self, trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None, shards: int | None = None
+    ) -> None:
+        self.trace, self.sharding, self.ranks, self.shards = trace, sharding, ranks, shards or ranks
         self.shares_states = recipe is not None and recipe.shares_states
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
         self.scaled_width = 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
@@ -315,7 +445,7 @@ class Rank:
         return replace(trace, resting=self._holds(trace.resting), saved=self._holds(trace.saved), peaks=peaks)
 
     def _holds(self, parts: Bytes) -> Bytes:
-        parts, sizes, ranks = dict(parts), self.trace.sizes, self.ranks
+        parts, sizes, ranks = dict(parts), self.trace.sizes, self.shards
         if self.sharding == "ddp":
             if ranks > 1 and BUFFERS in parts:
                 parts[BUFFERS] += sizes["plain_gradients"]  # DDP's buckets
@@ -368,11 +498,21 @@ class Rank:
         messages = 2 * FP8_MESSAGE + SINGLE / self.ranks  # sent, received, and this rank's part in FP32
         return bucket * (1 + messages / SINGLE)
 
+    def work(self, plain: dict[str, float], batch: int, waits: float) -> StepWork:
+        """Return this rank's work in a step; `plain` has the flows of the same step in bf16."""
+        sizes, owned = self.trace.sizes, 1 / self.shards if self.sharding in ("fsdp2", *DEEPSPEED) else 1
+        scaled = owned / self.ranks if self.sharding == "ddp" and self.shares_states else owned
+        trained = owned * (sizes["trained"] - sizes["scaled"]) + scaled * sizes["scaled"]
+        width = self.scaled_width or (HALF if self.sharding in ("fsdp2", "zero3") else int(sizes["weight_width"]))
+        sent, flows = self.sent_bytes(), {name: plain[name] for name in FLOWS}
+        parts = (self.trace.products, flows, batch, trained, scaled * sizes["scaled"], width, sent, waits, self.ranks)
+        return StepWork(*parts, sizes["packed"] * batch, int(sizes["trained_width"]))
+
     def sent_bytes(self) -> float:
         """Return the bytes that the rank sends to others in one step without accumulation."""
         if self.ranks == 1 or self.sharding == "none":
             return 0.0
-        sizes, share = self.trace.sizes, (self.ranks - 1) / self.ranks
+        sizes, share = self.trace.sizes, (self.shards - 1) / self.shards
         scaled, trained = sizes["scaled"], sizes["trained"]
         states = 2 * share * SINGLE * sizes["scaling_states"]
         if self.sharding == "ddp":
@@ -385,6 +525,8 @@ class Rank:
             narrow, width = (sizes["converted"], 1) if self.gathers_codes else (scaled, self.scaled_width)
             weights = width * narrow + HALF * (sizes["parameters"] - narrow)
             again = weights - HALF * sizes["outside"]  # in backward; parameters outside the blocks stay gathered
-            return states + share * (weights + again + trained * (FP8_MESSAGE if self.sends_fp8 else HALF))
+            width, replicas = FP8_MESSAGE if self.sends_fp8 else HALF, self.ranks / self.shards
+            between = 2 * (1 - 1 / replicas) * trained * width / self.shards  # sums of shards over the machines
+            return states + share * (weights + again + trained * width) + between
         passes = 3 if self.sharding == "zero3" else 2  # gradients; weights, with ZeRO-3 in forward and in backward
         return states + passes * share * HALF * trained

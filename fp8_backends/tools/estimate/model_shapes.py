@@ -8,12 +8,14 @@ import inspect
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...errors import FP8BackendError
 from ...words import counted, first_line, shortened
@@ -53,6 +55,8 @@ class ModelShape:
     title: str
     config: Any
     """Of transformers."""
+    lora: int = 0
+    """Rank of PEFT's adapters on all Linears but the head, in FP32; the rest is frozen, in bf16. 0: all is trained."""
 
     @property
     def layers(self) -> int:
@@ -71,7 +75,7 @@ class ModelShape:
         for name in _ALL_LAYERS:
             if hasattr(config, name):
                 setattr(config, name, layers)
-        return ModelShape(self.title, config)
+        return replace(self, config=config)
 
     def make_model(self, dtype: torch.dtype) -> nn.Module:
         """Build it with random weights on the default device. Raises `FP8BackendError` if transformers cannot."""
@@ -80,6 +84,10 @@ class ModelShape:
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
         try:
+            if self.lora:
+                return _with_adapters(
+                    lambda: _model_class(config)._from_config(config, dtype=torch.bfloat16), self.lora
+                )
             return _model_class(config)._from_config(config, dtype=dtype)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise FP8BackendError(f"transformers cannot make this model: {first_line(error)}") from error
@@ -153,6 +161,30 @@ class ModelShape:
     def parameters(self) -> int:
         with torch.device("meta"):
             return count_elements(self.make_model(torch.float32))
+
+
+def _with_adapters(make_base: Callable[[], nn.Module], rank: int) -> nn.Module:
+    """Add PEFT's adapters on the meta device, as PEFT cannot move fake tensors; fill all with zeros on the default
+    device. Raises `FP8BackendError` without PEFT."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise FP8BackendError(f"an estimate with LoRA needs PEFT: pip install peft ({error})") from None
+    device = torch.empty(0).device
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = make_base()
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
+    filled: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in filled:
+                dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+                new = torch.zeros(parameter.shape, dtype=dtype, device=device)
+                filled[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
+            module._parameters[name] = filled.get(id(parameter))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device=device)
+    return model
 
 
 def count_elements(model: nn.Module) -> int:

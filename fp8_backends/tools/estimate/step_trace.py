@@ -5,6 +5,7 @@ import sys
 import traceback
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -18,10 +19,11 @@ from torch.utils._pytree import tree_iter
 
 from ... import preparation
 from ...compute import registry
+from ...compute.counts import DGRAD, FPROP, WGRAD
 from ...compute.products import exact_product
 from ...convert import conversion
-from ...convert.first_step import WorkMeter
-from ...convert.weight_products import find_weight_products
+from ...convert.first_step import Work, WorkMeter
+from ...convert.weight_products import FP8, find_weight_products
 from ...errors import FP8BackendError
 from ...evidence.auditing import count_flops, inner_tensors, residual_of, stored_bytes
 from ...kernels import quantize as quantization
@@ -31,6 +33,7 @@ from ...preparation import optimizer_steps
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...tensors.scaled_tensor import ScaledTensor
+from ...torch_tools.modules import plain_name
 from ...words import first_line
 from ..terminal import FEATURES
 from .model_shapes import count_elements
@@ -38,6 +41,10 @@ from .model_shapes import count_elements
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """Uses of memory. `copies` of weights are autocast's, `codes` FP8; `activations`: all other tensors of a step."""
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
+
+FLOWS = ("attention", "attention_backward", "moved", "moved_outside", "calls")
+"""Work of a step besides products with weights, of a sample: FLOPs of attention; bytes read and written by other
+kernels, in and outside the blocks that repeat; and the number of these kernels, of a batch."""
 
 _KERNELS = frozenset(
     function.__code__
@@ -47,6 +54,9 @@ _KERNELS = frozenset(
     )
 )  # fmt: skip
 """Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no kernel makes."""
+
+_PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "_scaled_mm", "convolution", "convolution_backward"})
+"""Operators with weights, which the products of a trace count."""
 
 MOST_ANSWERS = 20_000
 """Limit of numbers read from tensors in one trace: more is a loop that waits for a value."""
@@ -73,6 +83,9 @@ class MemoryTracker(TorchDispatchMode):
         self.region = "preparation"
         self.peaks: dict[str, Bytes] = {}
         self.peak_totals: dict[str, int] = {}
+        self.flows: dict[str, float] = defaultdict(float)
+        """By names of FLOWS, of a batch."""
+        self.weight_shapes: set[torch.Size] = set()
         self._storages: dict[int, Storage] = {}
         self._answers = 0
 
@@ -109,12 +122,32 @@ class MemoryTracker(TorchDispatchMode):
         storages = [self._storages.get(tensor.untyped_storage()._cdata) for tensor in operands]
         parts = {ACTIVATIONS if storage is None else storage.part for storage in storages}
         from_weights = parts <= {WEIGHTS, MASTER, BUFFERS, COPIES, CODES} and parts not in (set(), {BUFFERS})
+        if not from_weights:
+            self._note_flow(func, args, operands, [each for each in tree_iter(out) if isinstance(each, torch.Tensor)])
         for tensor in tree_iter(out):
             has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
             if has_memory and tensor.untyped_storage()._cdata not in self._storages:
                 copies = CODES if tensor.dtype.itemsize == 1 else COPIES
                 self._add(tensor, copies if from_weights else ACTIVATIONS)
         return out
+
+    def _note_flow(self, func: torch._ops.OpOverload, args: tuple, operands: list, results: list) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if "dot_product" in name:
+            goes_back = "backward" in name
+            query, key = args[goes_back : goes_back + 2]
+            causal = 0.5 if any(each is True for each in args) else 1
+            flops = 4 * query.numel() * key.shape[-2] * causal
+            self.flows["attention_backward" if goes_back else "attention"] += flops * (2.5 if goes_back else 1)
+        elif name in ("bmm", "baddbmm"):
+            self.flows["attention"] += 2 * results[0].numel() * args[-1].shape[-2]
+        elif name not in _PRODUCTS and not any(each.shape in self.weight_shapes for each in results):
+            known = {each.untyped_storage()._cdata for each in operands}
+            new = [each for each in results if each.untyped_storage()._cdata not in known]
+            if operands and (new or func._schema.is_mutable):
+                sizes = [min(each.nbytes, each.untyped_storage().nbytes()) for each in (*operands, *new)]
+                self.flows["moved" if "block" in self.region else "moved_outside"] += sum(sizes)
+                self.flows["calls"] += 1
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
         storage = tensor.untyped_storage()
@@ -149,6 +182,8 @@ class StepTrace:
     saved: Bytes = field(default_factory=dict)
     """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
     peaks: dict[str, Bytes] = field(default_factory=dict)
+    products: dict[tuple, float] = field(default_factory=dict)
+    """Number of products by (kind, rows of a sample, in, out, is in FP8): kind is one of `counts.KINDS`."""
 
 
 @dataclass(kw_only=True)
@@ -271,6 +306,8 @@ class _Step:
         tracker.peak_totals.clear()
         trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
         tracker.enter("forward")
+        tracker.flows.clear()
+        tracker.weight_shapes = {parameter.shape for parameter in self.model.parameters() if parameter.dim() > 1}
         meter = WorkMeter(self.model, find_weight_products(self.model))
         batch = make_batch()
         samples = len(next(iter(batch.values())))
@@ -289,6 +326,9 @@ class _Step:
         else:
             needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
         trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
+        per_sample = {name: flow / (1 if name == "calls" else samples) for name, flow in tracker.flows.items()}
+        trace.sizes |= dict.fromkeys(FLOWS, 0.0) | per_sample
+        trace.products = self._products(meter.work, samples, sum(stacks, []))
         del loss
         trace.saved[GRADIENTS] = tracker.live[GRADIENTS]
         trace.sizes["plain_gradients"] = self.plain_gradients
@@ -298,6 +338,30 @@ class _Step:
             self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
+
+    def _products(self, work: dict[str, Work], samples: int, blocks: list[nn.Module]) -> dict[tuple, float]:
+        """Count the products of a step by kind and shape; recomputed ones twice."""
+        roots = conversion.prepared_roots(self.model)
+        prepared = roots[0][2] if roots else None
+        high = prepared.compute.high_precision_products(prepared.recipe) if prepared else ()
+        found = prepared.report.products if prepared else [each.product for each in find_weight_products(self.model)]
+        trains = {plain_name(name): p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)}
+        inside = {id(part) for block in blocks for part in block.modules()}
+        again = {plain_name(name) for name, part in self.model.named_modules() if id(part) in inside or not blocks}
+        counts: dict[tuple, float] = defaultdict(float)
+        for product in found:
+            seen = work.get(product.name)
+            if seen is None or not seen.rows:
+                continue
+            number = seen.flops / (2 * seen.rows * product.in_features * product.out_features)
+            weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+            recomputes = self.settings.checkpointing and product.name in again
+            needed = {FPROP: 1 + recomputes, DGRAD: seen.input_gradient, WGRAD: trains.get(weight, True)}
+            for kind, times in needed.items():
+                in_fp8 = product.state == FP8 and kind not in high
+                key = (kind, seen.rows / samples, product.in_features, product.out_features, in_fp8)
+                counts[key] += number * times * (kind == FPROP or seen.backward)
+        return {key: count for key, count in counts.items() if count}
 
     def _create_states(self) -> None:
         self._assign_parts()
