@@ -113,8 +113,8 @@ class AdamSteps:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's device has fused kernels."""
-    return triton_gate.usable(tensor) or adam_cpu.usable(tensor)
+    """Return True if the tensor's device has fused kernels; a fake tensor stands for such a device."""
+    return triton_gate.usable(tensor) or adam_cpu.usable(tensor) or triton_gate.is_fake(tensor)
 
 
 def _kernels(kind: Kind, weight: torch.Tensor) -> adam_cpu.CPUKernels | TritonKernels | None:
@@ -135,7 +135,9 @@ class _Passes:
         self.slots = (job.weight, job.grad._replace(scale_inv=nan_unless_finite), job.exp_avg, job.exp_avg_sq)
         data = job.weight.data
         size = _CPU_PART if data.device.type == "cpu" else _GPU_PART
-        self.parts = [Part(*span, kind.block_size) for span in spans(data.numel(), kind.block_size, size)]
+        self.is_fake = triton_gate.is_fake(data)  # has no values to step: only the amaxes have shapes
+        numel = 0 if self.is_fake else data.numel()
+        self.parts = [Part(*span, kind.block_size) for span in spans(numel, kind.block_size, size)]
         self.key = random_key(job.seed, job.hyper[-1]) if kind.stochastic else None
 
     def run(self) -> None:
@@ -145,7 +147,7 @@ class _Passes:
 
     def amaxes(self) -> list[list[torch.Tensor | None]]:
         """Run `AdamSteps.amaxes`."""
-        if not self.kind.bounded:
+        if not self.kind.bounded or self.is_fake:
             return [self._amaxes()]
         exp_avg_sq, hyper = self.job.exp_avg_sq, self.job.hyper
         inverse = inverse_of(exp_avg_sq)
@@ -169,6 +171,8 @@ class _Passes:
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Run `AdamSteps.write`."""
         (amaxes,) = amaxes
+        if self.is_fake:
+            return [None if self.kind.bounded or self.job.copy is None else torch.zeros_like(self.job.copy.scale_inv)]
         scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
         copy_amaxes = [self._write(part, scales) for part in self.parts]
         for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
@@ -186,6 +190,8 @@ class _Passes:
     def write_copy(self, amax: torch.Tensor) -> None:
         """Run `AdamSteps.write_copies`: write O3's weight from the stored master."""
         weight, copy = self.job.weight, self.job.copy
+        if self.is_fake:
+            return
         inverse, scale = inverse_of(weight), _scale(copy, amax)
         for part in self.parts:
             part.rows(copy.data).copy_(codes_of(part.decoded(weight) * inverse * scale, copy.format)[0])

@@ -27,6 +27,7 @@ from ..formats.formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ..formats.scaling import tensor_amax
 from .devices import on_device
 from .rounding import SEED_FACTOR, decoded
+from .triton_gate import is_fake
 
 ROUNDINGS = ("stochastic", "nearest")
 
@@ -311,7 +312,7 @@ def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
     slots = (weight, exp_avg, exp_avg_sq)
     block_size, has_roots = max(slot.block_size for slot in slots), exp_avg_sq.format is ROOT8
     record = torch.zeros(4, dtype=torch.int32, device=weight.data.device)
-    for span in spans(weight.data.numel(), block_size, _MEASURED_PART):
+    for span in spans(0 if is_fake(weight.data) else weight.data.numel(), block_size, _MEASURED_PART):
         part = Part(*span, block_size)
         w, m, v = ((part.decoded(slot), part.blocks(inverse_of(slot), slot)) for slot in slots)
         amaxes = [(data.abs() * inverse).amax().abs() for data, inverse in (w, m, v)]  # abs: of a NaN

@@ -18,7 +18,7 @@ import torch
 from ..formats.formats import E4M3, FP16
 from ..formats.scaling import power_of_two_scale
 from .layouts import BLOCK, Part, columns_of, exponents_of, scales_of, shape_of
-from .triton_gate import usable
+from .triton_gate import is_fake, usable
 
 CHUNK = 2**18
 """Elements of a chunk, 1 MB in FP32. In smaller ones, calls take longer than the work."""
@@ -53,7 +53,7 @@ def pack(
     device = parts[0].values.device
     messages = torch.empty(shape_of(rows, columns), dtype=torch.uint8, device=device)
     own, scratch, ends = torch.empty(columns, device=device), _scratch(2, columns, device), _ends(parts)
-    for row, first, last in _chunks(rows, columns):
+    for row, first, last in _chunks(messages, rows, columns):
         values = own[first:last] if row == rank and not rounded else scratch[0, : last - first]
         _gather(parts, ends, row * columns + first, row * columns + last, values)
         if row != rank or rounded:
@@ -68,7 +68,7 @@ def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     """Return messages, uint8, of floating-point values [rows, columns]. May not write the message of `own_row`."""
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     columns, scratch = rows.shape[1], _scratch(2, rows.shape[1], rows.device)
-    for row, first, last in _chunks(*rows.shape):
+    for row, first, last in _chunks(messages, *rows.shape):
         if row != own_row:
             values = scratch[0, : last - first].copy_(rows[row, first:last])
             _encode(values, messages[row], columns, first, scratch[1])
@@ -101,7 +101,7 @@ def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
     """Write the values of messages with whole blocks into the parts: FP32, bf16 or fp16, without a scale."""
     columns, ends = columns_of(messages), _ends(parts)
     scratch = _scratch(1, columns, messages.device)
-    for row, first, last in _chunks(messages.shape[0], columns):
+    for row, first, last in _chunks(messages, messages.shape[0], columns):
         values = scratch[:, : last - first]
         _decode(messages[row : row + 1], columns, first, values)
         for part, elements, place in _overlaps(parts, ends, row * columns + first, row * columns + last):
@@ -120,7 +120,7 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """Return the FP32 values of codes, [numel], with a scale for each BLOCK of them."""
     values = torch.empty(1, codes.numel(), dtype=torch.float32, device=codes.device)
-    for _, first, last in _chunks(1, codes.numel()):
+    for _, first, last in _chunks(values, 1, codes.numel()):
         scales = scale_inv[first // BLOCK : -(-last // BLOCK)]
         _dequantize(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
     return values[0]
@@ -131,8 +131,10 @@ def _scratch(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32, device=device)
 
 
-def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK."""
+def _chunks(result: torch.Tensor, rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK; none of a result without values."""
+    if is_fake(result):
+        return
     length = length or CHUNK
     for row in range(rows):
         for first in range(0, columns, length):
@@ -199,7 +201,7 @@ def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tupl
     size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
     length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
     contributions, room = torch.empty(size + 2, length, dtype=torch.float32, device=received.device).split([size, 2])
-    for _, first, last in _chunks(1, numel, length):
+    for _, first, last in _chunks(contributions, 1, numel, length):
         part = contributions[:, : last - first]
         for others in (slice(0, rank), slice(rank + 1, size)):
             if others.start < others.stop:

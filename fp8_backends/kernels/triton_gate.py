@@ -32,6 +32,12 @@ def is_eager(tensor: torch.Tensor) -> bool:
     return type(tensor) in _KINDS and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return True for a fake tensor outside of a compiler: its operations only tell shapes."""
+    no_graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    return type(tensor) is FakeTensor and no_graph and not torch.compiler.is_compiling()
+
+
 def usable(tensor: torch.Tensor) -> bool:
     """Return True if Triton kernels can process this tensor: eager, on an NVIDIA GPU, with Triton installed.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 37_094, 189
+LINES, FILES = 38_234, 190
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

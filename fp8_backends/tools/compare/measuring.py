@@ -96,14 +96,14 @@ def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
         if collective in ("", "barrier"):
             continue
         plain = collective.lower().replace("_", "")
-        factor = next((factor for beginning, factor in _SENT.items() if plain.startswith(beginning)), None)
+        factor = next((factor for beginning, factor in SENT.items() if plain.startswith(beginning)), None)
         if factor is None or size is None:
             return None
         total += factor(ranks) * size
     return round(total)
 
 
-_SENT: dict[str, Callable[[int], float]] = {
+SENT: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "allgather": lambda ranks: ranks - 1,
     **dict.fromkeys(("reducescatter", "alltoall", "broadcast"), lambda ranks: (ranks - 1) / ranks),

@@ -1,13 +1,16 @@
 """`fp8-backends estimate`: does a training fit, how fast is it, and with what, before anything runs."""
 
+from __future__ import annotations
+
 import argparse
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,9 +23,12 @@ from ...rules.validate import validate
 from ...words import share
 from .. import page
 from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
-from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
+from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Layout, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 from .step_time import PARTS
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
 
 SEQUENCE = 2048
 LORA_BACKENDS = "bf16,native:dynamic"
@@ -61,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora", type=int, default=0, metavar="RANK", help="train PEFT's adapters of this rank on a frozen base")
     add("--frozen-fp8", action="store_true", help="with --lora: hold the frozen base in FP8 (fp8_params)")
     add("--compile", action="store_true", help="time the step with torch.compile of each layer")
+    add("--simulate", action="store_true", help="trace a step of one rank among fake ones: its collectives and peak")
     add("--page", metavar="FILE", help="write a page with charts")
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
@@ -99,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         advice += auto_advice(device)
         nothing_fits = not any(each.fits for each in estimates)
         smaller = changes(workload, estimates, progress) if nothing_fits else []
+        simulations = simulated(workload, backends, shardings, progress) if args.simulate else {}
     answer = answered(workload, estimates, smaller)
     if args.page is not None:
         Path(args.page).write_text(_page(workload, device, estimates, answer), encoding="utf-8")
@@ -111,12 +119,50 @@ def run(args: argparse.Namespace) -> int:
             "estimates": [each.to_dict() for each in estimates],
             "changes": [{**each._asdict(), "estimate": each.estimate.to_dict()} for each in smaller],
             "answer": dict(answer),
+            "simulations": [
+                {"backend": backend, "sharding": sharding, "peak": one.peak, "sent": one.sent, "peaks": one.peaks}
+                | {"collectives": {" ".join(key): each._asdict() for key, each in one.traffic.items()}}
+                for (backend, sharding), one in simulations.items()
+            ],
             "advice": advice,
         }
         print(json.dumps(plain, indent=1))
     else:
         print(text(workload, device, estimates, advice, answer, smaller))
+        if simulations:
+            print(f"\nsimulated step of rank 0, in GiB\n{table(_traffic(simulations))}")
     return 0
+
+
+def simulated(
+    workload: Workload, backends: list[str | Recipe], shardings: list[str], on_step: Callable[[str], object]
+) -> dict[tuple[str, str], Simulation]:
+    """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate` raises."""
+    from .simulation import REPLICATE, SHARD, TENSOR, simulate  # a second: FSDP2, DDP and DTensor
+
+    found = {}
+    for sharding, backend in itertools.product(shardings, backends):
+        layout = Layout.parsed(sharding, workload.devices)
+        if layout.kind not in ("ddp", "fsdp2") or workload.devices == 1:
+            raise FP8BackendError(f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}")
+        shards = layout.shards if layout.kind == "fsdp2" else 1
+        sizes = {REPLICATE: layout.ranks // shards, SHARD: shards, TENSOR: layout.tensor}
+        on_step(f"{backend} among {workload.devices} ranks")
+        one = replace(workload, batch=workload.batch or 1)
+        mesh = {name: size for name, size in sizes.items() if size > 1}
+        found[getattr(backend, "name", backend), sharding] = simulate(one, backend, mesh)
+    return found
+
+
+def _traffic(simulations: dict[tuple[str, str], Simulation]) -> list[list[str]]:
+    rows = [["backend", "sharding", "peak", "sent", "collective", "among", "ranks", "calls", "GiB"]]
+    for (backend, sharding), one in simulations.items():
+        head = [backend, sharding, _number(one.peak / GIB), _number(one.sent / GIB)]
+        for (dimension, kind), each in one.traffic.items():
+            size = _number(each.bytes / GIB)
+            rows.append([*head, kind, dimension, str(each.ranks), f"{each.calls:.0f}", size])
+            head = [""] * len(head)
+    return rows
 
 
 def _recipe(name: str, args: argparse.Namespace) -> Recipe:

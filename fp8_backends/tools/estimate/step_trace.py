@@ -1,6 +1,7 @@
 """Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a kernel's scratch."""
 
 import contextlib
+import inspect
 import sys
 import traceback
 import types
@@ -27,6 +28,7 @@ from ...convert.weight_products import FP8, find_weight_products
 from ...errors import FP8BackendError
 from ...evidence.auditing import count_flops, inner_tensors, residual_of, stored_bytes
 from ...kernels import quantize as quantization
+from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
 from ...kernels.triton_gate import PLAIN
 from ...preparation import optimizer_steps
@@ -47,10 +49,10 @@ FLOWS = ("attention", "attention_backward", "moved", "moved_outside", "calls")
 kernels, in and outside the blocks that repeat; and the number of these kernels, of a batch."""
 
 _KERNELS = frozenset(
-    function.__code__
+    inspect.unwrap(function).__code__
     for function in (
         quantization.quantize, quantization.quantize_blocks, quantization.dequantize_blocks, exact_product,
-        cross_entropy,
+        cross_entropy, AdamSteps.run, AdamSteps.amaxes, AdamSteps.write, AdamSteps.write_copies,
     )
 )  # fmt: skip
 """Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no kernel makes."""
@@ -89,6 +91,22 @@ class MemoryTracker(TorchDispatchMode):
         self._storages: dict[int, Storage] = {}
         self._answers = 0
 
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            result = resize(storage, size)
+            if (known := self._storages.get(storage._cdata)) is not None:
+                self._change(storage._cdata, known._replace(size=storage.nbytes()))
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # no operator: FSDP2 allocates and frees gathered weights by it
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        del torch.UntypedStorage.resize_  # its base class has it
+        super().__exit__(*error)
+
     def enter(self, region: str) -> None:
         self.region = region
         self._note_peak()
@@ -100,9 +118,7 @@ class MemoryTracker(TorchDispatchMode):
             if storage is None:
                 self._add(inner, part)
             elif storage.part != part:
-                self.live[storage.part] -= storage.size
-                self.live[part] += storage.size
-                self._storages[key] = storage._replace(part=part)
+                self._change(key, storage._replace(part=part))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not set(PLAIN).issuperset(types):
@@ -127,8 +143,10 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tree_iter(out):
             has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
             if has_memory and tensor.untyped_storage()._cdata not in self._storages:
-                copies = CODES if tensor.dtype.itemsize == 1 else COPIES
-                self._add(tensor, copies if from_weights else ACTIVATIONS)
+                self._add(tensor, _copies(tensor) if from_weights else ACTIVATIONS)
+        if func._schema.name == "fsdp::split_with_sizes_copy":  # whole weights from FSDP2's message
+            for tensor in kwargs["out"]:
+                self.assign(tensor, _copies(tensor))
         return out
 
     def _note_flow(self, func: torch._ops.OpOverload, args: tuple, operands: list, results: list) -> None:
@@ -157,6 +175,22 @@ class MemoryTracker(TorchDispatchMode):
         self.total += size
         self._note_peak()
 
+    def rename(self, part: str, other: str) -> None:
+        """Assign all storages of a part to another."""
+        for key, storage in self._storages.items():
+            if storage.part == part:
+                self._storages[key] = storage._replace(part=other)
+        self.live[other] += self.live[part]
+        self.live[part] = 0
+
+    def _change(self, key: int, storage: Storage) -> None:
+        before = self._storages[key]
+        self._storages[key] = storage
+        self.live[before.part] -= before.size
+        self.live[storage.part] += storage.size
+        self.total += storage.size - before.size
+        self._note_peak()
+
     def _drop(self, key: int) -> None:
         self._note_peak()  # counts a kernel's result
         gone = self._storages.pop(key)
@@ -170,6 +204,10 @@ class MemoryTracker(TorchDispatchMode):
         if all(frame.f_code not in _KERNELS for frame, _ in traceback.walk_stack(None)):
             self.peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
+
+
+def _copies(tensor: torch.Tensor) -> str:
+    return CODES if tensor.dtype.itemsize == 1 else COPIES
 
 
 @dataclass
@@ -208,12 +246,19 @@ def trace_step(
     `find_stacks` lists the blocks that repeat in depth, for the regions of the trace. Raises `FP8BackendError` if the
     model's code depends on values, or its step fails.
     """
+    with on_fake_tensors(make_model) as (model, tracker):
+        return _Step(model, settings, tracker).trace(make_batch, find_stacks)
+
+
+@contextlib.contextmanager
+def on_fake_tensors(make_model: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, MemoryTracker]]:
+    """Run the body on fake tensors, with a model in training mode. Raises `FP8BackendError` as `trace_step`."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
             model = make_model().train()
             fake.fake_tensor_converter.tensor_memo.clear()  # its weak references prevent replacing a weight
             with _attending_without_padding(model):
-                return _Step(model, settings, tracker).trace(make_batch, find_stacks)
+                yield model, tracker
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise FP8BackendError(
             f"the memory of this model cannot be told without running it: its code asks for values of tensors "
@@ -255,7 +300,7 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
             each.set_attn_implementation("sdpa")
 
 
-def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
     expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
     if not expected.converted and recipe.on_unproven == "raise":
@@ -272,19 +317,28 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     )
 
 
+def enable_checkpointing(model: nn.Module) -> None:
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def run_in_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Run the forward as Accelerate does: in autocast, with outputs in FP32. None: change nothing."""
+    if dtype is not None:
+        forward = torch.autocast("cpu", dtype)(type(model).forward)
+        model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
+
+
 class _Step:
     def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
         self.model, self.settings, self.tracker = model, settings, tracker
         if settings.checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            enable_checkpointing(model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if settings.recipe is not None:
-            recipe = _traced_recipe(model, settings.recipe)
+            recipe = traced_recipe(model, settings.recipe)
             preparation.prepare_model(model, recipe)
             optimizer_steps.convert_optimizer(self.optimizer, recipe)
-        if settings.autocast is not None:  # as Accelerate does: autocast around the forward, outputs in FP32
-            forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
-            model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
+        run_in_autocast(model, settings.autocast)
         self.plain_gradients = 0
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in self.trained:
@@ -299,9 +353,9 @@ class _Step:
 
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
-        self._create_states()
+        create_states(tracker, self.model, self.optimizer)
         stacks = find_stacks(self.model)
-        regions = _Regions(tracker, stacks)
+        regions = Regions(tracker, stacks)
         tracker.peaks.clear()
         tracker.peak_totals.clear()
         trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
@@ -363,41 +417,42 @@ class _Step:
                 counts[key] += number * times * (kind == FPROP or seen.backward)
         return {key: count for key, count in counts.items() if count}
 
-    def _create_states(self) -> None:
-        self._assign_parts()
-        if isinstance(self.optimizer, ScaledStates):
-            for parameter in self.trained:
-                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
-        else:
-            for parameter in self.trained:
-                parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._assign_parts()
-        tracker = self.tracker
-        for key, storage in tracker._storages.items():  # before the first forward, activations are records of layers
-            if storage.part == ACTIVATIONS:
-                tracker._storages[key] = storage._replace(part=BUFFERS)
-        tracker.live[BUFFERS] += tracker.live[ACTIVATIONS]
-        tracker.live[ACTIVATIONS] = 0
 
-    def _assign_parts(self) -> None:
-        for parameter in self.model.parameters():
-            self.tracker.assign(parameter, WEIGHTS)
-            for exact in (getattr(parameter, "master", None), residual_of(parameter)):
-                if exact is not None:
-                    self.tracker.assign(exact, MASTER)
-        for buffer in self.model.buffers():
-            self.tracker.assign(buffer, BUFFERS)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    self.tracker.assign(value, MASTER if "master" in name else STATES)
+def create_states(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's states before its first step."""
+    assign_parts(tracker, model, optimizer)
+    trained = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if isinstance(optimizer, ScaledStates):
+        for group, parameter in trained:
+            if optimizer.owns(parameter):
+                optimizer.state_of(group, parameter)
+    else:
+        for _, parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    assign_parts(tracker, model, optimizer)
 
 
-class _Regions:
-    """Tell the tracker the region of the step. The first and last block of a stack have their own regions: live bytes
-    grow or fall evenly from block to block."""
+def assign_parts(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Assign all tensors between two steps to their parts: those of no other part are buffers."""
+    for parameter in model.parameters():
+        tracker.assign(parameter, WEIGHTS)
+        for exact in (getattr(parameter, "master", None), residual_of(parameter)):
+            if exact is not None:
+                tracker.assign(exact, MASTER)
+    for buffer in model.buffers():
+        tracker.assign(buffer, BUFFERS)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tracker.assign(value, MASTER if "master" in name else STATES)
+    tracker.rename(ACTIVATIONS, BUFFERS)
+
+
+class Regions:
+    """Tell the tracker the region of the step. The outer blocks of a stack have their own regions: live bytes grow or
+    fall evenly from block to block."""
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
@@ -406,9 +461,9 @@ class _Regions:
 
     def _watch(self, blocks: list[nn.Module], whose: str) -> None:
         last = len(blocks) - 1
-        names = {0: f"{whose} first block", last: f"{whose} last block"}
+        names = {1: "second", last - 1: "next to last", 0: "first", last: "last"}
         for number, block in enumerate(blocks):
-            name = names.get(number, f"{whose} blocks between")
+            name = f"{whose} {names[number]} block" if number in names else f"{whose} blocks between"
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
             block.register_forward_hook(
                 lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
