@@ -267,6 +267,10 @@ NOTES = {
         "native, with torch 2.14 for CUDA 13.0",
         "with an older PyTorch they are emulated",
     ),
+    "nvfp4": Note(
+        f"experimental, not measured: 4-bit products by PyTorch's scaled_mm, from CUDA {release(_MX_CUDA)} on",
+        "with an older PyTorch they are emulated",
+    ),
     "rowwise-ada": Note(
         "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and Windows has none",
         "with an older torch avoid CUDA graphs and side streams, or use one scale a tensor (native:dynamic)",
@@ -333,6 +337,8 @@ _ROWS = {
         (_EMULATED, _EMULATED, _EMULATED, Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED), *[_EMULATED] * 4),
     ("native:mxfp8",):
         (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), _RTX_MX, *[_EMULATED] * 2),
+    ("native:nvfp4",):
+        (*[_EMULATED] * 4, Cell(FP8, "nvfp4", _MX_CUDA, EMULATED), *[_EMULATED] * 3),
 }
 # fmt: on
 TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _ROWS.items()}

@@ -7,6 +7,7 @@ children of the module that multiplies by them.
 
 import difflib
 import fnmatch
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -282,6 +283,8 @@ def _turn_off_fast_accumulation(
 def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
     """Return the weight products of a model, with the obstacles of recipes that store weights in another form."""
     weights = find_weight_products(root)
+    if recipe.scaling == "nvfp4":
+        _leave_out_last_blocks(weights)
     if recipe.level == "O0" and not recipe.fp8_params:
         return weights
     sharers, offloaded = memory_sharers(root), offloaded_modules(root)
@@ -299,6 +302,17 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
                 "both names (a.weight = b.weight), or clone one of the two"
             )
     return weights
+
+
+def _leave_out_last_blocks(weights: list[Found]) -> None:
+    """Keep the last 15 % of a model's numbered blocks, rounded up, in high precision by default, as "Pretraining Large
+    Language Models with NVFP4" (arXiv:2509.25149, section 4.1) recommends and torchtitan's recipe does."""
+    matches = [re.match(r"(.*?\.)?\d+(?=\.|$)", weight.product.name) for weight in weights]
+    blocks = list(dict.fromkeys(match[0] for match in matches if match))
+    last = blocks[max(1, len(blocks) * 85 // 100) :]
+    for weight, match in zip(weights, matches, strict=True):
+        if match and match[0] in last:
+            weight.default_exclusion = weight.default_exclusion or "in the last 15 % of blocks, sensitive to 4 bits"
 
 
 def _choose(

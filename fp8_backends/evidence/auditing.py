@@ -78,7 +78,8 @@ class Audit:
 
     @property
     def _headline(self) -> str:
-        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
+        fmt = "NVFP4 (experimental)" if self.recipe == "native:nvfp4" else "FP8"
+        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in {fmt}"
 
     @property
     def _notes(self) -> list[str]:

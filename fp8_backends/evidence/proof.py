@@ -269,10 +269,11 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
+    fmt = "NVFP4 (experimental)" if prepared.recipe.scaling == "nvfp4" else "FP8"
     notes += "; compiled, counted by shape" if by_shape else ""
     notes += f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted" if flops.uncounted else ""
     layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values()))
-    return f"{prepared.recipe.name}: {layers_in_fp8}, {share} of weight FLOPs in FP8, {' '.join(kinds)} ({notes})"
+    return f"{prepared.recipe.name}: {layers_in_fp8}, {share} of weight FLOPs in {fmt}, {' '.join(kinds)} ({notes})"
 
 
 def _counted(ran: list[str], kinds: Counter[str]) -> str:

@@ -27,6 +27,8 @@ class Format:
     """Stored mantissa bits."""
     min_exponent: int
     """Exponent of the smallest normal number."""
+    exponents: int = 15
+    """Exponents of normal numbers; only of formats in integers."""
 
     @property
     def max(self) -> float:
@@ -34,7 +36,7 @@ class Format:
         # from PyTorch: `torch.compile(dynamic=True)` would make a variable of a float attribute
         if self.dtype.is_floating_point:
             return torch.finfo(self.dtype).max
-        return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (self.min_exponent + 14)  # the last of 16 exponents
+        return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (self.min_exponent + self.exponents - 1)
 
     @property
     def max_exponent(self) -> int:
@@ -79,6 +81,8 @@ E4M11 = Format("e4m11", torch.float8_e4m3fn, 11, -6)
 ROOT8 = Format("root8", torch.uint8, 4, -6)
 """Four exponent and four mantissa bits without a sign; every code is a number. Stores roots of second moments: a root
 has half the exponents, so eight bits cover nearly the range of a scaled FP16."""
+E2M1 = Format("e2m1", torch.uint8, 1, 0, 3)
+"""The four bits of NVFP4, without inf and NaN: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
 
 FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 """dtype of stored data -> format; E4M3 data with a residual are E4M11."""

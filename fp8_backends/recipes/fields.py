@@ -174,7 +174,8 @@ class ScalingField(KwargsHandler):
         synonyms={"fp8_recipe": same},
         further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
     )
-    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window or another."""
+    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window, nvfp4 (4
+    bits, experimental) or another."""
     fast_accumulation: bool | str | Collection[str] = setting(
         True,
         _flag_or_patterns,
@@ -202,7 +203,7 @@ class RuleFields(KwargsHandler):
         "HYBRID",
         fp8_format,
         # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO agree
-        default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"},
+        default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3", "nvfp4": "E4M3"},
         launcher_default="HYBRID",
         # here a value equal to the launcher's default is meant; under the first name it counts as not given
         further_variables=(Variable("NUMBER_FORMAT"),),

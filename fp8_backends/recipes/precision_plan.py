@@ -66,7 +66,8 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     stored = [weight, *states] + ([master] if master else []) + ([] if recipe.gradient_release else [gradient])
     high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
     return PrecisionPlan(
-        gemm="FP8" + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
+        gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
+        + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,
         master_weight=master,

@@ -73,7 +73,7 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
         if cls.__name__ in ("NVFP4BlockScaling", "CustomRecipe"):
             raise RecipeError(
                 f"TransformerEngine's {cls.__name__} is no FP8 recipe of this package: it has DelayedScaling, "
-                "Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling"
+                "Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling. For NVFP4: native:nvfp4, experimental"
             )
     return None
 
@@ -338,7 +338,8 @@ REFUSED = {
     "keep_fp8_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,
     "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED,
-    **dict.fromkeys(("fp4", "fp4_param", "fp4_param_gather"), "this package has no FP4"),
+    "fp4": "use native:nvfp4, experimental",
+    **dict.fromkeys(("fp4_param", "fp4_param_gather"), "this package stores no weights in FP4"),
 }
 """Unsupported FP8 arguments, each with the alternative."""
 

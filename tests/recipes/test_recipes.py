@@ -627,5 +627,5 @@ def test_removed_field_is_refused_with_replacement(name):
 
 def test_defaults_of_scaling_rules_are_documented():
     assert FIELDS["fp8_format"].values_and_default == (
-        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
+        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8, nvfp4"
     )

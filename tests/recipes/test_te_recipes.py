@@ -150,7 +150,7 @@ def test_plugin_accepts_backend_string():
         ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*all ranks share"),
         ({"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"}, "fp8_quantizer_factory='mine.make'.*register"),
         ({"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True"),
-        ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: this package has no FP4"),
+        ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: use native:nvfp4, experimental"),
         ({"precision": "bf16_with_fp8_current_scaling_mixed"}, "use te:dynamic, and.*exclude"),
         ({"precision": "bf16_with_fp8_mixt"}, "did you mean 'bf16_with_fp8_mixed'"),
         ({"precision": "bf16_mixed"}, "precision='bf16_mixed' is no FP8 precision"),

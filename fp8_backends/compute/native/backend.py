@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ...announcement import logger
-from ...formats.formats import RECIPE_FORMATS
+from ...errors import RecipeError
+from ...formats.formats import E2M1, RECIPE_FORMATS
 from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...kernels.triton_gate import usable
 from ...tensors.parameter_swap import swap
-from ...tensors.sharded_tensor import device_of, local_part
+from ...tensors.sharded_tensor import device_of, is_distributed, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
@@ -28,13 +29,22 @@ from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
-from ..refusals import refuse_cut_since, refuse_transforms
+from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
 from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
 from .layer_rule import DGRAD, FPROP, STATEFUL, LayerRule, Stored, parallel, serves_both_products
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
+NVFP4_ONLY = {
+    "level": ("O0",),
+    "fp8_format": ("E4M3",),
+    "fp8_params": (False,),
+    "enable_fsdp_float8_all_gather": (None, False),
+    "activation_comm": ("plain",),
+    "fused_head": (False,),
+}
+"""Recipe fields and their values with the experimental rule `nvfp4`."""
 _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
 
@@ -42,7 +52,7 @@ class NativeCompute(Compute):
     """Multiply by `torch._scaled_mm`, or by other means if they are faster or the device lacks it."""
 
     name = "native"
-    scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
+    scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window", "nvfp4")
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
@@ -57,8 +67,19 @@ class NativeCompute(Compute):
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
         return Availability(True, f"products by {engine} on {device.type}")
 
+    def check(self, recipe: Recipe) -> None:
+        if recipe.scaling != "nvfp4":
+            return
+        for name, only in NVFP4_ONLY.items():
+            if (value := getattr(recipe, name)) not in only:
+                raise RecipeError(
+                    f"{recipe.name} (experimental) does not go with {name}={value!r}: leave it out, or use native:mxfp8"
+                )
+
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
+        if recipe.scaling == "nvfp4" and is_parallel(linear) and is_distributed(linear.weight):
+            return "cut over ranks: native:nvfp4 has no products for parts of a layer (native:mxfp8 has)"
         return super().unfit(linear, recipe) or parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
@@ -79,6 +100,8 @@ class NativeCompute(Compute):
                 recipe.name,
                 layer.weight.device,
             )
+        if recipe.scaling == "nvfp4":
+            logger.warning("%s is experimental: 4 bits, not measured on a GPU; compare its losses first", recipe.name)
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
@@ -126,7 +149,8 @@ class NativeCompute(Compute):
         return float(for_dgrad) + float(stays and not is_the_same)
 
     def weight_codes(self, module: KeepsLedger) -> Quantized | None:
-        return module.weight_codes() if isinstance(module, FP8Products) else None
+        has_codes = isinstance(module, FP8Products) and module.fp8_rule.scaling != "nvfp4"
+        return module.weight_codes() if has_codes else None
 
     def gathers_codes(self, recipe: Recipe) -> bool:
         if recipe.enable_fsdp_float8_all_gather is not None:
@@ -265,7 +289,7 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
 
 def layer_rule(recipe: Recipe) -> LayerRule:
     """Build the rule of a resolved recipe's layers."""
-    forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+    forward, gradient = (E2M1, E2M1) if recipe.scaling == "nvfp4" else RECIPE_FORMATS[recipe.fp8_format]
     return LayerRule(
         recipe.scaling,
         forward,

@@ -12,7 +12,8 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...formats import scaling
 from ...formats.formats import Format
-from ...formats.scaling import MX, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
+from ...formats.scaling import MX, NVFP4, NVFP4_SQUARES, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
+from ...kernels import nvfp4
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...tensors import gathered_codes
@@ -21,7 +22,7 @@ from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
-from ..products import block_scaled_product, scaled_product
+from ..products import block_scaled_product, nvfp4_product, scaled_product
 from ..refusals import is_parallel
 from ..tensor_cores import EXACT
 
@@ -73,6 +74,7 @@ ALONG_CONTRACTION = {
     "rowwise": AlongContraction(ROWS, ROWS),
     "blockwise": AlongContraction(VECTORS, SQUARES),
     "mxfp8": AlongContraction(MX, MX),
+    "nvfp4": AlongContraction(NVFP4, NVFP4_SQUARES),
 }
 """All other rules have one scale for a tensor, and one cast serves both its products."""
 
@@ -95,6 +97,8 @@ def fp8_product(
     """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless `by_weight` is False."""
     if along is None or along.blocks is ROWS:
         return scaled_product(a, b, out_dtype, fast_accumulation, sums)
+    if along.blocks is NVFP4:
+        return nvfp4_product(a, b, out_dtype)
     return block_scaled_product(a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype)
 
 
@@ -194,6 +198,8 @@ def quantized(
     the ranks agree on after backward.
     """
     if rule.along is not None:
+        if rule.along.blocks is NVFP4:
+            return nvfp4.quantize(matrix, tensor, rows, columns)
         blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
     scale = scaling.delayed_scale(state, tensor) if rule.scaling == "delayed" else None
@@ -218,6 +224,8 @@ def _in_blocks(
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
     """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
+    if blocks is NVFP4_SQUARES:
+        return nvfp4.quantize(matrix, WEIGHT, rows, columns)
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
     is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
