@@ -230,6 +230,8 @@ def _estimate(
         cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
     if cell is not None and cell.state != chips.FP8:
         result.notes.append(f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time")
+    elif getattr(recipe, "scaling", "") == "nvfp4":
+        result.notes.append(f"{backend}: no rates of 4-bit products are known here, so it has no time")
     elif chip is not None and backend not in ("fp16", "fp32"):
         plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
