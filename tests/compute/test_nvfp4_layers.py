@@ -204,17 +204,19 @@ def test_log_and_plan_say_what_it_is(caplog):
 
 
 def test_activations_outside_its_layers_are_saved_in_fp8():
+    """The gradient differs as by other bits of stochastic rounding, which follow the values."""
     found = []
-    for value in ("off", "fp8"):
+    for value, seed in (("off", 1), ("fp8", 1), ("off", 2)):
         torch.manual_seed(0)
         net = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2))
         prepare(net, None, FP8RecipeKwargs(backend="native:nvfp4", saved_activations=value))
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         loss = net(input_ids=torch.arange(64)[None], labels=torch.arange(64)[None]).loss
         loss.backward()
         found.append((loss.detach(), net.model.layers[0].mlp.down_proj.weight.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert (found[0][1] - found[1][1]).norm() < 2.0**-4 * found[0][1].norm()
+    (loss, gradient), (packed_loss, packed), (_, reseeded) = found
+    assert torch.equal(loss, packed_loss)
+    assert (gradient - packed).norm() < 1.25 * (gradient - reseeded).norm()
 
 
 def test_infinity_and_nan_reach_the_results():

@@ -65,7 +65,11 @@ def test_products_match_linear_bitwise(sizes, spec, fields):
     linear = linear_twin(module)
     convert(module, spec, **fields)
     convert(linear, spec, **fields)
-    for of_conv, of_linear in zip(results_of_steps(module), results_of_steps(linear), strict=True):
+    results = []
+    for layer in (module, linear):
+        torch.manual_seed(1)  # nvfp4 rounds gradients by PyTorch's generator
+        results.append(list(results_of_steps(layer)))
+    for of_conv, of_linear in zip(*results, strict=True):
         assert torch.equal(of_conv, of_linear)
     module(torch.randn(2, sizes[0])).sum().backward()
     assert module.weight.grad.shape == sizes and module.weight.grad.is_contiguous()
