@@ -443,7 +443,8 @@ def _page(workload: Workload, device: Device, estimates: list[Estimate], answer:
     colors = {each.backend: f"var(--c{i % page.COLORS + 1})" for i, each in enumerate(known)}
 
     def bars(title: str, values: Iterable[tuple[Estimate, float, str]]) -> str:
-        rows = [(f"{e.backend}, {e.sharding}", colors[e.backend], value, label) for e, value, label in values]
+        where = "" if workload.devices == 1 else ", {}"
+        rows = [(e.backend + where.format(e.sharding), colors[e.backend], value, label) for e, value, label in values]
         return page.bars(rows, title)
 
     mood = "good" if any(each.fits for each in known) else "bad"
@@ -453,7 +454,7 @@ def _page(workload: Workload, device: Device, estimates: list[Estimate], answer:
     sections = {
         "Peak memory of a device": bars("GiB", ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)),
         "Time of a step": bars("seconds", ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)),
-        "Shares": page.table(cells[0], cells[1:]) if timed else "",
+        "Its parts": page.table(cells[0], cells[1:]) if timed else "",
     }
     return page.page(
         "A training, estimated", [workload.model.title, _training(workload, device)], verdict, [], sections
