@@ -138,7 +138,8 @@ def test_every_yaml_block_is_tested(folder):
 
 
 @pytest.mark.nightly
-def test_the_guide_shows_the_printed_estimates(folder, capsys):
+def test_the_guide_shows_the_printed_estimates(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     guide = GUIDES / "planning.rst"
     ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
     assert main([*shlex.split(ours)[1:], "--backend", "bf16,msamp:O2"]) == 0

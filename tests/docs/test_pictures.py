@@ -85,7 +85,7 @@ def test_the_tree_takes_what_the_readme_or_the_guide_names():
     named = {
         word for each in exits for word in re.findall(r"[\w+]+:[\w…]+|\bte\b|\bao\b", f"{each.take} {each.reason}")
     }
-    assert named == {"native:…", "msamp:O2", "msamp:O4", "te", "ao", "te+msamp:O2", "ao:tensorwise", "native:dynamic"}
+    assert named == {"native:…", "msamp:O2", "msamp:O4", "te", "te+msamp:O2", "ao:tensorwise", "native:dynamic"}
     assert [name for name in named if f"``{name}" not in choice] == []
 
 

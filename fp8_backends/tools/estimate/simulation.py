@@ -156,6 +156,9 @@ def _share_layers(model: nn.Module, mesh: dist.DeviceMesh) -> None:
     if not plan or not styles.keys() >= {*plan.values()}:
         reason = f"the styles {listed(sorted({*plan.values()} - styles.keys()))}" if plan else "no tp_plan"
         raise FP8BackendError(f"{type(model).__name__} has {reason}, which no simulation knows: leave tp out")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(model.config, name, 0) or 0) % mesh.size():
+            raise FP8BackendError(f"tp:{mesh.size()} does not divide {name}={heads}: heads are not split")
     parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()}, src_data_rank=None)
 
 
