@@ -25,7 +25,7 @@ from .recipes.handlers import (
 from .recipes.precision_plan import plan
 from .rules.validate import validate
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AORecipeKwargs",
