@@ -380,6 +380,21 @@ def nvfp4(records: Records) -> str:
     return "\n\n".join(parts)
 
 
+def scale_loss(records: Records) -> str:
+    """Return the paired losses at ten million parameters of variants with two seeds or more."""
+
+    def made(record: dict) -> str:
+        rows = [
+            [each["variant"], each["seeds"], gap(each["gap"]["mean"], each["gap"]["half_width"]), each["minutes"]]
+            for each in record["results"]
+            if each["gap"] and each["gap"]["half_width"] is not None
+        ]
+        header = ["variant", "seeds", "held-out loss \N{MINUS SIGN} its reference's", "minutes a run"]
+        return f"{record['steps']} steps, nats with 95 % intervals:\n\n{rst(header, rows)}"
+
+    return of_records(records, {"scale_loss_cpu": "A Llama of 10.7 M parameters"}, made)
+
+
 def communication(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
@@ -797,6 +812,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "sums": sums,
     "training-sums": training_sums,
     "nvfp4": nvfp4,
+    "scale-loss": scale_loss,
     "communication": communication,
     "memory": memory,
     "largest": largest,
