@@ -31,15 +31,21 @@ ON_FOUR = [
     *((backend, {"shard": 2, "tp": 2}) for backend in ("bf16", "native:dynamic", "native:delayed", "msamp:O2")),
 ]
 
+OF_EACH_KIND = [ON_TWO[i] for i in (1, 4, 5, 8, 11)]
 
-CASES = {2: ON_TWO, 4: ON_FOUR}
 
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)])
-def test_bytes_and_peaks_are_those_of_real_ranks(ranks, subtests):
-    outcome = run("simulation_checks.py", ranks, CASES=json.dumps(CASES[ranks]))["check_real_steps"]
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, OF_EACH_KIND, marks=pytest.mark.slow),
+        pytest.param(2, ON_TWO, marks=pytest.mark.nightly),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.nightly),
+    ],
+)
+def test_bytes_and_peaks_are_those_of_real_ranks(ranks, cases, subtests):
+    outcome = run("simulation_checks.py", ranks, CASES=json.dumps(cases))["check_real_steps"]
     assert not outcome["errors"], outcome["errors"]
-    for (backend, mesh), real in zip(CASES[ranks], outcome["figures"], strict=True):
+    for (backend, mesh), real in zip(cases, outcome["figures"], strict=True):
         with subtests.test(f"{backend} on {mesh}"):
             assert_same(backend, mesh, real)
 
