@@ -240,6 +240,11 @@ def uses_zero(accelerator: Accelerator) -> bool:
     return uses_deepspeed(accelerator) and accelerator.fp8_recipe.level == "O0"
 
 
+def is_at_stage_0(accelerator: Accelerator) -> bool:
+    """Return True if DeepSpeed's engine leaves weights and states to a level."""
+    return uses_deepspeed(accelerator) and not uses_zero(accelerator)
+
+
 MSAMP = "msamp"
 """Section of a DeepSpeed configuration: `enabled` and `opt_level`, as in MS-AMP's fork."""
 

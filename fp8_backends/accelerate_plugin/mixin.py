@@ -36,7 +36,7 @@ from ..states.checkpoint import unread_states, whole_states
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
 from .callers import log_by_trainer, running_trainer
-from .engines import setup_of, uses_deepspeed, uses_zero
+from .engines import is_at_stage_0, setup_of, uses_deepspeed, uses_zero
 
 _PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 
@@ -104,7 +104,7 @@ class FP8Mixin(_RunTimeClass):
             self.fp8_autocast_dtype = "fp32" if setup.engine_bf16 is False else hardware.fast_precision(self.device)
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, replaces it
-        elif uses_deepspeed(self) and not by_engine:
+        elif is_at_stage_0(self):
             self.native_amp = True
         if self.fp8_autocast_dtype == "fp16":
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
@@ -144,7 +144,7 @@ class FP8Mixin(_RunTimeClass):
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
                 engines.upcast(model)
-            elif uses_deepspeed(self) and not uses_zero(self):
+            elif is_at_stage_0(self):
                 model.to(self.device)
             self._convert(model)
         for problem in problems:
@@ -220,14 +220,14 @@ class FP8Mixin(_RunTimeClass):
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """Convert a model. Only a module beside a converted one, such as a loss, may have no layer in FP8."""
-        trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
+        trains, setup = not evaluation_mode and any(p.requires_grad for p in model.parameters()), setup_of(self)
         if trains:
-            preconditions.check_sharing(model, setup_of(self))
+            preconditions.check_sharing(model, setup)
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             is_first, self._fp8_converted = not self._fp8_converted, True
             # not in `__init__`: a Trainer builds several Accelerators, and prepares a model with one
-            is_chosen = setup_of(self).engine_bf16 is not False and "autocast_dtype" not in self.fp8_recipe.given
+            is_chosen = setup.engine_bf16 is not False and "autocast_dtype" not in self.fp8_recipe.given
             if is_first and self.fp8_autocast_dtype == "fp32" and is_chosen:
                 announce(
                     "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks "
@@ -295,7 +295,7 @@ class FP8Mixin(_RunTimeClass):
     def has_whole_weights(self) -> bool:
         """True if models keep their Parameters, which their optimizers hold."""
         of_one_rank = self.distributed_type == DistributedType.NO or engines.shares_layers(self)
-        return of_one_rank or engines.wraps_in_ddp(self) or (uses_deepspeed(self) and not uses_zero(self))
+        return of_one_rank or engines.wraps_in_ddp(self) or is_at_stage_0(self)
 
     def backward(self, loss, **kwargs):
         """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. If a script accumulates

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 38_528, 191
+LINES, FILES = 38_534, 191
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

@@ -206,10 +206,7 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
     for dimension in mesh:
         check_known("mesh dimension", dimension, DIMENSIONS)
     sizes = {each: parsed(each, whole_number(1), mesh[each]) for each in DIMENSIONS if each in mesh}
-    if (workload.model.longest or workload.sequence) < workload.sequence:
-        raise FP8BackendError(
-            f"a sequence of {workload.sequence} tokens exceeds the model's {workload.model.longest} positions"
-        )
+    workload.check_sequence()
     if dist.is_initialized():
         raise FP8BackendError(
             "a process group is running, and a simulation takes its place: simulate in another process, or after "
