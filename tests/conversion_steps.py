@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from fp8_backends.compute.registry import get_compute
 from fp8_backends.convert import conversion
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 
@@ -12,7 +11,7 @@ BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise"]
 
 def convert(model, backend="native:dynamic", **fields):
     recipe = FP8RecipeKwargs(backend=backend, **fields)
-    return conversion.convert(model, recipe, get_compute(recipe.compute))
+    return conversion.convert(model, recipe)
 
 
 def take_steps(loss, optimizer, steps=1):

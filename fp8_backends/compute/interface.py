@@ -33,6 +33,8 @@ class Recipe(Protocol):
     level: str
     given: frozenset[str]
     """The fields that the user gave."""
+    recipes: tuple[Recipe, ...]
+    """This recipe and others in its `layers`."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a field."""

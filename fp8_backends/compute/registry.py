@@ -101,9 +101,10 @@ def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
 
 def check_available(recipe: Recipe) -> None:
     """Raise `BackendUnavailableError`, with the fix, if this valid recipe cannot run on this machine."""
-    availability = get_compute(recipe.compute).availability()
-    if not availability:
-        raise BackendUnavailableError(f"{recipe.name} cannot run here: {availability.reason}. Fix: {availability.fix}")
+    for each in recipe.recipes:
+        answer = get_compute(each.compute).availability()
+        if not answer:
+            raise BackendUnavailableError(f"{each.name} cannot run here: {answer.reason}. Fix: {answer.fix}")
 
 
 def unknown_backend(word: str) -> RecipeError:

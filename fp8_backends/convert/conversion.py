@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from torch import nn
 
 from ..comm.deepspeed import is_engine
 from ..compute.interface import Compute, TransposedLinear
+from ..compute.mixed import compute_of
+from ..compute.registry import get_compute
 from ..errors import FP8BackendError, RecipeError
+from ..recipes.fields import BF16, BLOCKS
 from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from . import features
@@ -52,8 +56,8 @@ class Prepared:
     recipe: Recipe
     compute: Compute
     report: ConversionReport
-    shared: Any = None
-    """Result of `compute.new_shared`: state for all layers of this model."""
+    shared: dict[Recipe, Any] = field(default_factory=dict)
+    """Results of `Compute.new_shared`: state for all layers of this model by recipe."""
     attached: set[tuple[str, Any]] = field(default_factory=set)
     """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the whole attribute."""
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
@@ -62,8 +66,19 @@ class Prepared:
     """Counts of the last profiled step, for a backend without counters."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
 
+    @property
+    def name(self) -> str:
+        """The backend string, with the layers of `layers`: `native:dynamic + 4 layers mxfp8 + 2 bf16`."""
+        named = sorted((p for p in self.report.products if p.recipe), key=lambda product: product.recipe == BF16)
+        words = Counter(product.recipe for product in named if product.recipe == BF16 or product.state == FP8)
+        texts = [self.recipe.name]
+        for word, number in words.items():
+            noun = "" if texts[1:] else " layer" if number == 1 else " layers"
+            texts.append(f"{number}{noun} {word.removeprefix(f'{self.recipe.compute}:')}")
+        return " + ".join(texts)
 
-def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
+
+def convert(model: nn.Module, recipe: Recipe) -> Prepared:
     """Convert the layers of `model` in place for a resolved recipe, all of them or none.
 
     Converting again with an equal recipe only converts layers added since. Parts converted earlier count as converted.
@@ -73,44 +88,48 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
         FP8BackendError: no layer can run in FP8 (a warning if the recipe has `on_unproven="warn"`).
     """
-    root = unwrapped(model)
+    root, compute = unwrapped(model), compute_of(recipe)
     prepared: Prepared | None = root.__dict__.get(PREPARED)
     if prepared is not None:
         _check_same_recipe("this model", prepared.recipe, recipe)
-    weights, layer_filter = _find(root, recipe), LayerFilter(recipe)
+    layer_filter = LayerFilter(recipe)
+    weights = _find(root, recipe, layer_filter)
     norms, new_norms = _norms(root, recipe, compute, layer_filter)
-    chosen = _choose(weights, recipe, compute, layer_filter, norms)
+    chosen = _choose(weights, layer_filter, norms)
     if prepared is not None and not chosen and not new_norms:
         return prepared
-    shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    layers = _build([weight for weight in chosen if not weight.part], recipe, compute, shared)
-    parts = {weight.module: [w.part for w in chosen if w.module is weight.module] for weight in chosen if weight.part}
-    part_layers = [(module, compute.parts.build(module, names, recipe, shared)) for module, names in parts.items()]
-    _turn_off_fast_accumulation(recipe, compute, weights, layers, part_layers)
+    shared = {} if prepared is None else prepared.shared
+    for each in () if prepared else recipe.recipes:
+        shared[each] = get_compute(each.compute).new_shared(root, each)
+    layers = _build([weight for weight in chosen if not weight.part], shared)
+    part_layers = _build_parts([weight for weight in chosen if weight.part], shared)
+    _turn_off_fast_accumulation(recipe, weights, layers, part_layers)
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
         if recipe.on_unproven == "raise":
             raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
         warnings.warn(message, stacklevel=3)
-    for more in features.run("carriers", root, weights, recipe, compute, dict(layers)):
+    carriers = {weight.module: carrier for weight, carrier in layers}
+    for more in features.run("carriers", root, weights, recipe, compute, carriers):
         new_norms += more
-    swaps = [(*layer, CONVERSION) for layer in layers] + [(*layer, PLAIN_CONVERSION) for layer in new_norms]
+    swaps = [(weight.module, carrier, weight.recipe, CONVERSION) for weight, carrier in layers]
+    swaps += [(*layer, recipe, PLAIN_CONVERSION) for layer in new_norms]
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
-    _swap_all(root, swaps, part_layers, recipe, new)
+    _swap_all(root, swaps, part_layers, new)
     prepared = prepared or new
     prepared.report = report
     root.__dict__[PREPARED] = prepared
     return prepared
 
 
-def _swap_all(root: nn.Module, swaps: list, part_layers: list, recipe: Recipe, new: Prepared | None) -> None:
+def _swap_all(root: nn.Module, swaps: list, part_layers: list, new: Prepared | None) -> None:
     """Swap layers, attach those of parts and the hooks of a new root; undo everything on an error."""
     with ExitStack() as undo:
-        for module, carrier, mark in swaps:
+        for module, *swap in swaps:
             undo.callback(restore_layer, module)
-            swap_class(module, carrier, recipe, mark)
-        for module, layers in part_layers:
+            swap_class(module, *swap)
+        for module, layers, recipe in part_layers:
             for layer in layers.values():
                 layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe, [type(layer).detach])
                 undo.callback(restore_layer, layer)
@@ -119,7 +138,8 @@ def _swap_all(root: nn.Module, swaps: list, part_layers: list, recipe: Recipe, n
             undo.callback(_detach, root, new)
             before = _attributes_and_hooks(root)
             try:
-                new.compute.attach(root, recipe, new.shared)
+                for recipe, shared in new.shared.items():
+                    get_compute(recipe.compute).attach(root, recipe, shared)
             finally:
                 new.attached = _attributes_and_hooks(root) - before
         undo.pop_all()
@@ -163,12 +183,13 @@ def weight_products(model: nn.Module) -> list[WeightProduct]:
     return [weight.product for weight in find_weight_products(unwrapped(model))]
 
 
-def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
+def expected(model: nn.Module, recipe: Recipe) -> ConversionReport:
     """Predict the report of `convert`, without norms. The model stays unchanged. Raise `RecipeError` as `convert`."""
     root = unwrapped(model)
-    weights = _find(root, recipe)
+    layer_filter = LayerFilter(recipe)
+    weights = _find(root, recipe, layer_filter)
     norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
-    _choose(weights, recipe, compute, LayerFilter(recipe), [NormLayer(plain_name(name), False, None) for name in norms])
+    _choose(weights, layer_filter, [NormLayer(plain_name(name), False, None) for name in norms])
     return ConversionReport([weight.product for weight in weights])
 
 
@@ -177,13 +198,13 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
     products = []
-    for weight in _find(root, prepared.recipe):
+    for weight in _find(root, prepared.recipe, layer_filter):
         product, is_converted = weight.product, weight.conversion is not None
         before = known.get(product.name)
         if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
             product = before
         elif product.state == HIGH_PRECISION:
-            product.reason = _reason_against(weight, prepared.recipe, prepared.compute, layer_filter) or ADDED
+            product.reason = _reason_against(weight, layer_filter) or ADDED
         products.append(product)
     prepared.report.products = products
     return [product.name for product in products if product.reason == ADDED]
@@ -204,10 +225,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class LayerFilter:
-    """The user's choice of layers: `exclude` overrides all; then a layer must match `include` and pass
+    """The user's choice of layers: `exclude` overrides all, then `layers`; then a layer must match `include` and pass
     `module_filter_func`. Heads, routers and adapters stay out unless a pattern of `include` with `+` names them."""
 
     def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.layers = recipe, recipe.layers or {}
         patterns = recipe.include or ()
         self.include = [pattern for pattern in patterns if not pattern.startswith("+")]
         self.added = [pattern[1:] for pattern in patterns if pattern.startswith("+")]
@@ -223,14 +245,40 @@ class LayerFilter:
                     f"include: {pattern!r} matches only weights that cannot be converted, such as "
                     f"{matched[0].product.name}: {matched[0].obstacle}"
                 )
-        for pattern in self.exclude:
-            if not any(_matches(pattern, norm) for norm in norms):
-                _matched("exclude", pattern, weights)
+        for name, patterns in (("exclude", self.exclude), ("layers", self.layers.keys() - {*BLOCKS})):
+            for pattern in patterns:
+                if not any(_matches(pattern, norm) for norm in norms):
+                    _matched(name, pattern, weights)
+        blocks = len(_block_names(weights))
+        for name in self.layers.keys() & {*BLOCKS}:
+            if self.layers[name] >= blocks:
+                raise RecipeError(f"layers: {name}={self.layers[name]}, and this model has {blocks} numbered blocks")
+
+    def assign_recipes(self, weights: list[Found]) -> None:
+        """Give each weight its recipe. A pattern without any other layer overrides default exclusions."""
+        for weight in weights:
+            weight.recipe = self.recipe
+        blocks = _block_names(weights) if self.layers else []
+        for pattern, word in self.layers.items():
+            if pattern in BLOCKS:
+                names = blocks[:word] if pattern == "first" else blocks[-word:]
+                matched = [weight for weight in weights if _block_of(weight.product) in names]
+            else:
+                matched = [weight for weight in weights if _matches(pattern, weight.product)]
+            named = all(weight.default_exclusion for weight in matched)
+            for weight in matched:
+                if weight.product.recipe:
+                    continue  # by an earlier pattern
+                weight.product.recipe = BF16 if pattern in BLOCKS else word
+                weight.recipe = self.recipe.by_backend.get(weight.product.recipe)
+                weight.default_exclusion = None if named else weight.default_exclusion
 
     def exclusion(self, weight: Found) -> str | None:
         product = weight.product
         if reason := self.excluded(product):
             return reason
+        if product.recipe:
+            return "in bf16 by layers" if weight.recipe is None else weight.default_exclusion
         if self.include and not any(_matches(pattern, product) for pattern in self.include):
             return "not named in include"
         if self.accepts is not None and not self.accepts(weight.module, product.name):
@@ -240,7 +288,10 @@ class LayerFilter:
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
         matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
-        return next((f"left out by exclude={pattern!r}" for pattern in matching), None)
+        if reason := next((f"left out by exclude={pattern!r}" for pattern in matching), None):
+            return reason
+        words = (word for pattern, word in self.layers.items() if pattern not in BLOCKS and _matches(pattern, layer))
+        return "in bf16 by layers" if isinstance(layer, NormLayer) and next(words, None) == BF16 else None
 
 
 def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
@@ -263,27 +314,29 @@ def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]
 
 
 def _turn_off_fast_accumulation(
-    recipe: Recipe, compute: Compute, weights: list[Found], layers: list[tuple[nn.Module, nn.Module]], part_layers: list
+    recipe: Recipe, weights: list[Found], layers: list[tuple[Found, nn.Module]], part_layers: list
 ) -> None:
     """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an FP8 layer."""
     if recipe.fast_accumulation is True:
         return
-    built = {(module, ""): carrier for module, carrier in layers}
-    built |= {(module, part): layer for module, parts in part_layers for part, layer in parts.items()}
+    built = {(weight.module, ""): carrier for weight, carrier in layers}
+    built |= {(module, part): layer for module, parts, _ in part_layers for part, layer in parts.items()}
     for pattern in recipe.fast_accumulation or (None,):
         matched = weights if pattern is None else _matched("fast_accumulation", pattern, weights)
         if pattern is not None and all(weight.product.state != FP8 for weight in matched):
             name = matched[0].product.name
             raise RecipeError(f"fast_accumulation: {pattern!r} matches only layers in high precision, such as {name}")
         for weight in matched:
-            if carrier := built.get((weight.module, weight.part)):
-                compute.turn_off_fast_accumulation(carrier)
+            carrier = built.get((weight.module, weight.part))
+            if carrier is not None and weight.recipe.fast_accumulation is not True:
+                get_compute(weight.recipe.compute).turn_off_fast_accumulation(carrier)
 
 
-def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
+def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Found]:
     """Return the weight products of a model, with the obstacles of recipes that store weights in another form."""
     weights = find_weight_products(root)
-    if recipe.scaling == "nvfp4":
+    layer_filter.assign_recipes(weights)
+    if any(each.scaling == "nvfp4" for each in recipe.recipes):
         _leave_out_last_blocks(weights)
     if recipe.level == "O0" and not recipe.fp8_params:
         return weights
@@ -304,43 +357,51 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
     return weights
 
 
+def _block_of(product: WeightProduct) -> str | None:
+    """Return the name of the outermost numbered block around a weight, such as `model.layers.0`."""
+    match = re.match(r"(.*?\.)?\d+(?=\.|$)", product.name)
+    return match and match[0]
+
+
+def _block_names(weights: list[Found]) -> list[str]:
+    return list(dict.fromkeys(filter(None, (_block_of(weight.product) for weight in weights))))
+
+
 def _leave_out_last_blocks(weights: list[Found]) -> None:
-    """Keep the last 15 % of a model's numbered blocks, rounded up, in high precision by default, as "Pretraining Large
+    """Keep NVFP4 out of the last 15 % of a model's numbered blocks, rounded up, by default, as "Pretraining Large
     Language Models with NVFP4" (arXiv:2509.25149, section 4.1) recommends and torchtitan's recipe does."""
-    matches = [re.match(r"(.*?\.)?\d+(?=\.|$)", weight.product.name) for weight in weights]
-    blocks = list(dict.fromkeys(match[0] for match in matches if match))
+    blocks = _block_names(weights)
     last = blocks[max(1, len(blocks) * 85 // 100) :]
-    for weight, match in zip(weights, matches, strict=True):
-        if match and match[0] in last:
+    for weight in weights:
+        if weight.recipe is not None and weight.recipe.scaling == "nvfp4" and _block_of(weight.product) in last:
             weight.default_exclusion = weight.default_exclusion or "in the last 15 % of blocks, sensitive to 4 bits"
 
 
-def _choose(
-    weights: list[Found], recipe: Recipe, compute: Compute, layer_filter: LayerFilter, norms: list[NormLayer]
-) -> list[Found]:
+def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLayer]) -> list[Found]:
     """Return the weights to convert now. Write the state and reason of every product."""
     chosen = []
     layer_filter.check(weights, norms)
     for weight in weights:
         product, conversion = weight.product, weight.conversion
         if conversion is not None:
-            _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
-        elif reason := _reason_against(weight, recipe, compute, layer_filter):
+            _check_same_recipe(f"layer {product.name!r}", conversion.recipe, weight.recipe or layer_filter.recipe)
+        elif reason := _reason_against(weight, layer_filter):
             product.reason = reason
             continue
         else:
             chosen.append(weight)
         product.state = FP8
-        notes = [compute.parts.note(recipe)] if weight.part else []
+        notes = [get_compute(weight.recipe.compute).parts.note(weight.recipe)] if weight.part else []
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
     return chosen
 
 
-def _reason_against(weight: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
+def _reason_against(weight: Found, layer_filter: LayerFilter) -> str | None:
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
+    recipe, compute = weight.recipe, get_compute(weight.recipe.compute)
     if weight.part:
         if compute.parts is None:
             return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
@@ -412,12 +473,12 @@ def restore_layer(linear: nn.Module) -> None:
         linear.__dict__.pop(name, None)
 
 
-def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Return layers with their carriers. A name conflict drops a layer, with the reason noted."""
+def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, nn.Module]]:
+    """Return weights with their carriers. A name conflict drops a layer, with the reason noted."""
     layers = []
     for weight in chosen:
-        linear, product = weight.module, weight.product
-        carrier = compute.build(weight.linear, recipe, shared)
+        linear, product, compute = weight.module, weight.product, get_compute(weight.recipe.compute)
+        carrier = compute.build(weight.linear, weight.recipe, shared[weight.recipe])
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
                 f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
@@ -432,7 +493,20 @@ def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
         else:
-            layers.append((linear, weight.adapted(carrier)))
+            layers.append((weight, weight.adapted(carrier)))
+    return layers
+
+
+def _build_parts(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[nn.Module, Any, Recipe]]:
+    """Return modules of experts with their layers and recipe."""
+    layers = []
+    for module in dict.fromkeys(weight.module for weight in chosen):
+        weights = [weight for weight in chosen if weight.module is module]
+        recipe, name = weights[0].recipe, weights[0].product.name
+        if any(weight.recipe != recipe for weight in weights):
+            raise RecipeError(f"layers: the experts of one module share one backend: name {name} by its module")
+        parts = get_compute(recipe.compute).parts
+        layers.append((module, parts.build(module, [w.part for w in weights], recipe, shared[recipe]), recipe))
     return layers
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..recipes.handlers import Recipe
 from ..tensors.block_codes import BlockCodes
 from ..tensors.sharded_tensor import full_shape
 from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, part_layer, plain_name
@@ -67,6 +68,8 @@ class WeightProduct:
     """Reason against this package's FP8; a note, or None, for `fp8`."""
     aliases: tuple[str, ...] = ()
     """Further names of a shared module."""
+    recipe: str = ""
+    """Its word in `layers` of the recipe, such as "native:mxfp8" or "bf16"; empty without one."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -156,6 +159,8 @@ class Found:
     """Name of the module's Parameter; "" for the weight of a Linear or Conv1D."""
     obstacle: str | None
     default_exclusion: str | None = None
+    recipe: Recipe | None = None
+    """Its own recipe; None: in bf16 by `layers`."""
 
     @property
     def linear(self) -> nn.Linear:

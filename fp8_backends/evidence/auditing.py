@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..announcement import logger
-from ..compute import registry
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..compute.mixed import compute_of
 from ..convert import conversion, features
 from ..convert.conversion import Prepared
 from ..convert.first_step import Work
@@ -132,7 +132,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     # DeepSpeed trains its own flat buffers, which belong to no weight: their bytes are unknown
     parameters = set(map(id, model.parameters()))
     optimizers = [optimizer for optimizer in optimizers if not parameters.isdisjoint(parameter_ids(optimizer))]
-    result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
+    result = Audit(recipe=", ".join(dict.fromkeys(prepared.name for _, _, prepared in roots)) or "not prepared")
     flops = _read_roots(result, roots)
     for product in () if roots else conversion.weight_products(model):
         if product.state == FOREIGN_FP8:
@@ -156,7 +156,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
 
 def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
     """Return layers without FP8 products of a kind in their recipe, with these kinds."""
-    high = registry.get_compute(recipe.compute).high_precision_products(recipe)
+    high = compute_of(recipe).high_precision_products(recipe)
     missing = {
         layer: [kind for kind in KINDS if kind not in high and not counts[kind]]
         for layer, counts in audit.products.items()

@@ -92,8 +92,8 @@ class FirstStep:
             layers = self.compute.converted_layers(root)
             high = self.compute.high_precision_products(prepared.recipe)
             kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-            if layers and self.compute.products(next(iter(layers.values()))) is None:
-                self.layers += [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
+            uncounted = {name: layer for name, layer in layers.items() if self.compute.products(layer) is None}
+            self.layers += [Layer(name, layer, kinds, prepared.profiled) for name, layer in uncounted.items()]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
         """Root whose forward began the profile, with its layers' gradients at that time."""
@@ -269,11 +269,12 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
-    fmt = "NVFP4 (experimental)" if prepared.recipe.scaling == "nvfp4" else "FP8"
+    in_4_bits = {recipe.scaling == "nvfp4" for recipe in prepared.recipe.recipes}
+    fmt = " and ".join("NVFP4 (experimental)" if four else "FP8" for four in sorted(in_4_bits))
     notes += "; compiled, counted by shape" if by_shape else ""
     notes += f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted" if flops.uncounted else ""
     layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values()))
-    return f"{prepared.recipe.name}: {layers_in_fp8}, {share} of weight FLOPs in {fmt}, {' '.join(kinds)} ({notes})"
+    return f"{prepared.name}: {layers_in_fp8}, {share} of weight FLOPs in {fmt}, {' '.join(kinds)} ({notes})"
 
 
 def _counted(ran: list[str], kinds: Counter[str]) -> str:

@@ -13,6 +13,7 @@ from .. import rules
 from ..comm import deepspeed, fsdp2
 from ..compute import registry
 from ..compute.fields import flag, parsed
+from ..compute.mixed import compute_of
 from ..convert import conversion, features, quantized_layers, stored_weights
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
@@ -85,10 +86,10 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
     fsdp2.reshard(model)  # gathered weights are no Parameters
     preconditions.check_model(model, recipe)
-    compute = registry.get_compute(recipe.compute)
+    compute = compute_of(recipe)
     if compute.takes_block_codes(recipe):
         quantized_layers.freeze_codes(model)
-    prepared = conversion.convert(model, recipe, compute)
+    prepared = conversion.convert(model, recipe)
     quantized_layers.save_plain(model)
     root = conversion.unwrapped(model)
     compute.store_weights(root, recipe)

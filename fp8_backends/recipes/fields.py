@@ -38,6 +38,7 @@ from ..compute.tensor_cores import CHIPS, EXACT
 from ..compute.torchao import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
+from .strings import AUTO, parse_backend
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -50,6 +51,10 @@ if MYPY:  # Accelerate has no types, and a dataclass with an untyped base accept
 else:
     from accelerate.utils import KwargsHandler
 
+BF16 = "bf16"
+"""The value of `layers` and `products` for high precision."""
+BLOCKS = ("first", "last")
+"""Keys of `layers` for the first and last numbered blocks of a model."""
 ABOVE_O0 = ("O1", "O2", "O3", "O4")
 DELAYED = ("delayed",)
 _LISTS = ("['", '["', "('", '("')
@@ -78,6 +83,42 @@ def _choice(value: str | Collection[str]) -> tuple[str, ...]:
             "names all layers"
         )
     return patterns
+
+
+def pairs_of(value: Any, wanted: str) -> dict[str, Any]:
+    """Parse a mapping, also as text: "a=b, c=d", or a dictionary as Python or JSON writes it."""
+    if isinstance(value, str) and value.strip().startswith("{"):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(value.strip())
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",")]
+        value = {key.strip(): word.strip() for key, _, word in pairs}
+        if len(value) < len(pairs):
+            raise ValueError(f"must name each key once, as in {wanted}")
+    if not isinstance(value, Mapping) or not value or not all(str(key).strip() for key in value):
+        raise ValueError(f"must be a mapping such as {wanted}")
+    return {str(key).strip(): word.strip() if isinstance(word, str) else word for key, word in value.items()}
+
+
+def _layers(value: Any) -> dict[str, str | int]:
+    """Parse name patterns with a backend or bf16 each. A level is one choice for the whole model."""
+
+    def choice(pattern: str, name: Any) -> str | int:
+        if pattern in BLOCKS:
+            return whole_number(1)(name)
+        wanted = f"must have COMPUTE[:SCALING] or bf16 for {pattern!r}, not {shown(name)}"
+        if not isinstance(name, str) or not name:
+            raise ValueError(wanted)
+        try:
+            compute, _, level = (BF16, None, None) if name.lower() == BF16 else parse_backend(name)
+        except RecipeError as error:
+            raise ValueError(f"{wanted}: {error}") from None
+        if compute == AUTO or level is not None:
+            raise ValueError(f"{wanted}: backend names the level, one for the whole model")
+        return name.lower()
+
+    pairs = pairs_of(value, '{"*.down_proj": "native:mxfp8", "lm_head": "bf16", "first": 1}')
+    return {pattern: choice(pattern, name) for pattern, name in pairs.items()}
 
 
 def _flag_or_patterns(value: Any) -> bool | tuple[str, ...]:
@@ -140,6 +181,11 @@ class CommonFields(KwargsHandler):
     """Name patterns of layers to keep in high precision, separated by commas."""
     module_filter_func: Callable[[nn.Module, str], bool] | None = setting(None, _function, is_object=True)
     """A function (module, name) -> whether to convert the module."""
+    layers: str | Mapping[str, str | int] | None = setting(None, _layers)
+    """Name patterns, as in include, with another backend or bf16 for their layers; the first match wins:
+    {"*.down_proj": "native:mxfp8", "lm_head": "native:rowwise", "first": 1, "last": 2}, or as text
+    *.down_proj=native:mxfp8, first=1. first and last keep so many numbered blocks in bf16 (the dtype of autocast). A
+    pattern for nothing but heads, routers or adapters converts them."""
     autocast_dtype: str = setting("bf16", one_of("bf16", "fp16", "fp32"))
     """Autocast dtype around FP8 under Accelerate (the default is fp32 on a CPU without bf16 products)."""
     gradient_comm: str | None = setting(None, one_of("fp8", "plain"))

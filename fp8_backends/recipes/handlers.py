@@ -21,6 +21,7 @@ from ..compute.fields import DEFAULT_LEVEL, Field, parsed
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import (
+    BF16,
     COMMON,
     FIELDS,
     NAMING,
@@ -78,6 +79,8 @@ class Recipe(CommonFields):
     compute: ClassVar[str]
     level: ClassVar[str]
     given: ClassVar[frozenset[str]]
+    by_backend: ClassVar[Mapping[str, Recipe]] = {}
+    """The recipe of the layers with each backend in `layers`."""
 
     def __post_init__(self, use_mxfp8_block_scaling: bool | None = None) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)} | dict(self.further_fields)
@@ -103,6 +106,10 @@ class Recipe(CommonFields):
         if self.monitor_every and not registry.get_compute(compute).casts_by:
             raise RecipeError(f"monitor_every: {compute} cannot tell how its layers cast; leave it out")
         registry.get_compute(compute).check(self)
+        words = dict.fromkeys(word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str))
+        self.__dict__["by_backend"] = {word: self._for_layers(word) for word in words}
+        if len(self.recipes) > 1:
+            _check_together(self)
 
     @property
     def name(self) -> str:
@@ -121,6 +128,28 @@ class Recipe(CommonFields):
     def shares_states(self) -> bool:
         """True if the ranks of DDP or DeepSpeed shard masters, residuals and optimizer states by weight."""
         return self.level in ("O3", "O4") if self.shard_states is None else self.shard_states
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """This recipe and the others in `layers`, each once."""
+        return tuple(dict.fromkeys((self, *self.by_backend.values())))
+
+    @property
+    def stateful(self) -> Recipe:
+        """The recipe of the layers with scales kept from step to step, if any."""
+        return next((recipe for recipe in self.recipes if recipe.scaling in _KEEPS_SCALES), self)
+
+    def _for_layers(self, backend: str) -> Recipe:
+        """Return this recipe with another backend, without fields of another backend's or scaling rule's own."""
+        naming = backend if self.level == "O0" else f"{backend}+msamp:{self.level}"
+        given = {name: value for name, value in self.to_kwargs().items() if name not in (*NAMING, "layers")}
+        kept = {name: value for name, value in given.items() if name not in _OF_ONE_RULE}
+        kept |= {name: given[name] for name in given.keys() - kept if refusal_of(naming, {name: given[name]}) is None}
+        try:
+            recipe = FP8RecipeKwargs(backend=naming, **kept)
+        except RecipeError as error:
+            raise RecipeError(f"layers: {error}") from None
+        return self if (recipe.compute, recipe.scaling) == (self.compute, self.scaling) else recipe
 
     @property
     def described(self) -> dict[str, Any]:
@@ -294,6 +323,27 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     if part is not None and part != value:
         raise RecipeError(f"{shown(text)} says {part} and {name} says {value}: leave one of the two out")
     return value
+
+
+_OF_ONE_RULE = ("margin", "interval", "amax_history_len", "amax_compute_algo", "fast_accumulation", "config")
+_OF_ONE_RULE += ("pad_inner_dim",)
+"""Fields with a meaning for some scaling rules or one backend only: other layers of a model go without them."""
+_KEEPS_SCALES = ("delayed", "window")
+
+
+def _check_together(recipe: Recipe) -> None:
+    """Raise `RecipeError` for backends in `layers` that do not go together in one model."""
+    stateful = [other.name for other in recipe.recipes if other.scaling in _KEEPS_SCALES]
+    if len(stateful) > 1:
+        raise RecipeError(f"layers: {' and '.join(stateful)} keep scales from step to step; a model has one such rule")
+    by_te = [other.name for other in recipe.recipes if other.compute == "te"]
+    if len(by_te) > 1:
+        raise RecipeError(
+            f"layers: {' and '.join(by_te)}: TransformerEngine runs a forward under one recipe; use native for the rest"
+        )
+    products = {registry.get_compute(other.compute).high_precision_products(other) for other in recipe.recipes}
+    if len(products) > 1:
+        raise RecipeError("layers: all layers must keep the same products in high precision")
 
 
 _LEVELS_IN_WORDS = {

@@ -5,8 +5,9 @@ The rows are MS-AMP's table of optimization levels, extended by O0 and O4. `audi
 
 from dataclasses import dataclass
 
-from ..compute import registry
+from ..compute.mixed import compute_of
 from ..words import as_html
+from .fields import BF16, BLOCKS
 from .handlers import Spec, resolve
 
 BYTES = {"FP32": 4, "FP16": 2, "FP8": 1, "INT8": 1}
@@ -64,10 +65,12 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     recipe = resolve(spec)
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]
     stored = [weight, *states] + ([master] if master else []) + ([] if recipe.gradient_release else [gradient])
-    high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
+    high_precision = compute_of(recipe).high_precision_products(recipe)
+    by_layers = dict.fromkeys(BF16 if name in BLOCKS else str(word) for name, word in (recipe.layers or {}).items())
     return PrecisionPlan(
         gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
-        + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
+        + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else "")
+        + (f", by layers {', '.join(by_layers)}" if by_layers else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,
         master_weight=master,

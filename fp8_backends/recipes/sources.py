@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..compute.fields import Field, Variable, closest, three_flags
+from ..compute.fields import Field, Variable, closest, flag, parsed, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field, variable_value
@@ -322,15 +322,13 @@ def _key(suffix: str) -> str:
 NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
 """Their names of our fields, each with the translation of values."""
 
-_LAYERS_BF16 = "which layers are first and last is for the model to say: name them in exclude, such as "
-_LAYERS_BF16 += '["*.layers.0.*", "*.layers.31.*"]'
 _GATHERED = "it belongs to Megatron's own gathering of FP8 weights: leave it out"
 
-_WITHOUT_EFFECT = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_BLOCKS_IN_BF16 = "first_last_layers_bf16"
+_NUMBERS = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
 """Megatron reads them only with first_last_layers_bf16, and their default is 1."""
 
 REFUSED = {
-    **dict.fromkeys(("first_last_layers_bf16", *_WITHOUT_EFFECT), _LAYERS_BF16),
     **dict.fromkeys(("fp8_dpa", "fp8_dot_product_attention", "fp8_mha", "fp8_multi_head_attention"), _ATTENTION),
     "tp_only_amax_red": "all ranks share their amaxes; te:dynamic needs none of other ranks",
     "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
@@ -347,6 +345,11 @@ _DELAYED = {"scaling": "delayed", "fp8_format": "HYBRID", "amax_history_len": 10
 PLUGINS = {
     "with_fp8_mixed": _DELAYED,
     "with_fp8_delayed_scaling_mixed": _DELAYED,
+    "with_fp8_current_scaling_mixed": {
+        "scaling": "dynamic",
+        "fp8_format": "HYBRID",
+        "layers": {"first": 1, "last": 1},
+    },
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
@@ -359,14 +362,13 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     if len(plain) < len(values):
         spelled = collections.Counter(map(_plain, values))
         raise RecipeError(f"{shortened(spelled.most_common(1)[0][0])} is given twice, in two spellings: leave one out")
-    plugin = _plugin_fields(plain)
+    plugin = _plugin_fields(plain) | _blocks_in_bf16(plain)
     theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
     fields = {name: value for name, value in plain.items() if name not in theirs}
     if "fp8" in theirs and not _holds(lambda: theirs["fp8"], otherwise=True):
         raise RecipeError(f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
     for name, value in theirs.items():
-        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # itself refused if True
-        if name in REFUSED and not idle and _holds(lambda value=value: value, otherwise=True):
+        if name in REFUSED and _holds(lambda value=value: value, otherwise=True):
             raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
     for name, value in theirs.items():
         if name not in NAMES or value is None:
@@ -393,6 +395,19 @@ def _plain(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
+def _blocks_in_bf16(plain: dict[str, Any]) -> dict[str, Any]:
+    """Remove Megatron's first and last layers in bf16 from `plain` and return them as `layers`."""
+    numbers = {name: plain.pop(theirs, None) for name, theirs in _NUMBERS.items()}
+    if _BLOCKS_IN_BF16 not in plain and any(numbers.values()):
+        raise RecipeError(f"{' and '.join(_NUMBERS.values())} count only with {_BLOCKS_IN_BF16}=True")
+    if not parsed(_BLOCKS_IN_BF16, flag, plain.pop(_BLOCKS_IN_BF16, False)):
+        return {}
+    if plain.get("layers") is not None:
+        raise RecipeError(f"{_BLOCKS_IN_BF16} and layers both name layers: write first and last in layers")
+    blocks = {name: 1 if number is None else number for name, number in numbers.items() if number != 0}
+    return {"layers": blocks} if blocks else {}
+
+
 def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     """Remove a precision plug-in from `plain` and return its fields."""
 
@@ -410,10 +425,6 @@ def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     written = f"{named[0]}={shown(plain.pop(named[0]))}"
     if dtype in ("bf16", "fp16") and rest in PLUGINS:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
-    if rest.endswith("with_fp8_current_scaling_mixed"):
-        raise RecipeError(
-            f"{written} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
-        )
     names = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
     raise RecipeError(
         f"{written} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; "

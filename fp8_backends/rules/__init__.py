@@ -1,6 +1,7 @@
 """Known problems as rows of data, one module a theme; `validate` is the loop over them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ..errors import RecipeError
 from .chips import CHIP_RULES, TE_RULES
@@ -24,9 +25,17 @@ __all__ = ["TENSOR_PARALLEL_RULES", "Compiled", "Machine", "Parallel", "Rule", "
 
 def refuse(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> None:
     """Raise `RecipeError` for the first applying rule that is not only reported."""
+    for rule, each in applying(setup, rules):
+        if rule.is_raised(each):
+            raise refusal(rule.name, each)
+
+
+def applying(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> Iterator[tuple[Rule, Setup]]:
+    """Yield each rule that applies, with the setup, or the same with another recipe of `layers`."""
+    others = [replace(setup, recipe=recipe, linear_sizes=(), expected=None) for recipe in setup.recipe.recipes[1:]]
     for rule in rules:
-        if rule.applies(setup) and rule.is_raised(setup):
-            raise refusal(rule.name, setup)
+        if (each := next(filter(rule.applies, (setup, *others)), None)) is not None:
+            yield rule, each
 
 
 def refusal(name: str, setup: Setup) -> RecipeError:

@@ -77,7 +77,7 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
     models, optimizers = list(models), list(map(unwrapped, optimizers))
     stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
     new = (p for model in models if not prepared_roots(model) for p in model.parameters())
-    if recipe.scaling == "delayed" and any(id(p) in stepped for p in new):
+    if any(each.scaling == "delayed" for each in recipe.recipes) and any(id(p) in stepped for p in new):
         logger.warning(
             "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a run, prepare model and "
             "optimizer first, then load their state dicts",

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compute import registry
 from ..compute.fields import flag, parsed, whole_number, word
 from ..convert import conversion, quantized_layers
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.handlers import Spec, resolve
 from ..torch_tools.modules import check_is_module
 from ..words import as_html, counted, shown
-from . import RULES, Compiled, Machine, Parallel, Setup, Severity, preconditions
+from . import Compiled, Machine, Parallel, Setup, Severity, applying, preconditions
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,7 @@ def findings(setup: Setup, model: nn.Module | None = None) -> Findings:
         setup = setup if model is None else _with_model(setup, model)
     except RecipeError as error:
         return Findings([_wrong_recipe(error)])
-    applying = [rule for rule in RULES.values() if rule.applies(setup)]
-    return _sorted(Finding(rule.severity, rule.name, rule.reason_in(setup), rule.fix) for rule in applying)
+    return _sorted(Finding(rule.severity, rule.name, rule.reason_in(each), rule.fix) for rule, each in applying(setup))
 
 
 def _sorted(found: Iterable[Finding]) -> Findings:
@@ -167,7 +165,7 @@ def _refused(optimizer: Any, setup: Setup, on_this_machine: bool) -> Iterator[Fi
 
 
 def _with_model(setup: Setup, model: nn.Module) -> Setup:
-    expected = conversion.expected(model, setup.recipe, registry.get_compute(setup.recipe.compute))
+    expected = conversion.expected(model, setup.recipe)
     fp8 = set(expected.converted)
     converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # experts have the name of their Parameter
     trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]

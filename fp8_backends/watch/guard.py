@@ -302,7 +302,7 @@ class Guard:
         for root, prepared in roots:
             if not (buffers := prepared.compute.scaling_buffers(root)):
                 continue
-            recipe = prepared.recipe
+            recipe = prepared.recipe.stateful
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
             reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
             warm_from = WINDOW if recipe.scaling == "window" else 1
@@ -551,7 +551,7 @@ def _named_states(roots: Roots) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
     for root, prepared in roots:
         if buffers := prepared.compute.scaling_buffers(root):
             for name, state in zip(prepared.compute.scaling_state(root), buffers, strict=True):
-                yield plain_name(name.rpartition(".")[0]), prepared.recipe, state
+                yield plain_name(name.rpartition(".")[0]), prepared.recipe.stateful, state
 
 
 def _places(roots: Roots, at: torch.Tensor) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def store(model, storage):
 
 
 def prepared(model, scaling, storage=None, **fields):
-    convert(model, FP8RecipeKwargs(backend=f"native:{scaling}", **fields), COMPUTE)
+    convert(model, FP8RecipeKwargs(backend=f"native:{scaling}", **fields))
     return model if storage is None else store(model, storage)
 
 

@@ -20,7 +20,7 @@ COMPUTE = NativeCompute()
 
 
 def prepare(model, backend="native:window", **fields):
-    convert(model, FP8RecipeKwargs(backend=backend, **fields), COMPUTE)
+    convert(model, FP8RecipeKwargs(backend=backend, **fields))
     return model
 
 
@@ -172,7 +172,7 @@ def test_all_three_products_match_reference(tokens, n_in, n_out, fp8_format):
 def test_optimizer_step_rolls_window_once_for_all_microbatches():
     model, recipe = nn.Sequential(nn.Linear(16, 16)), FP8RecipeKwargs(backend="native:window")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    convert(model, recipe, COMPUTE)
+    convert(model, recipe)
     watch_optimizer(model, optimizer, recipe)
     for _ in range(3):
         for _ in range(2):

@@ -20,7 +20,6 @@ from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.native import NativeCompute
-from fp8_backends.compute.registry import get_compute
 from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
@@ -31,9 +30,9 @@ AO = ["ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp"]
 LEVELS = ["msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4"]
 
 
-def convert(model: nn.Module, spec: str = "native:dynamic", compute=None, **fields) -> conversion.Prepared:
+def convert(model: nn.Module, spec: str = "native:dynamic", **fields) -> conversion.Prepared:
     recipe = FP8RecipeKwargs(backend=spec, **fields)
-    return conversion.convert(model, recipe, compute or get_compute(recipe.compute))
+    return conversion.convert(model, recipe)
 
 
 def prepared(model: nn.Module, spec: str = "native:dynamic", **fields):
@@ -142,11 +141,10 @@ def test_unconverted_conv1d_names_its_reason(reason):
         convert(nn.Sequential(OBSTACLES[reason]()))
 
 
-def test_layers_without_products_stay_in_high_precision():
-    class LinearOnly(NativeCompute):
-        takes_transposed = False
-
-    report = convert(nn.Sequential(conv(32, 32), nn.Linear(32, 32)), compute=LinearOnly()).report
+def test_layers_without_products_stay_in_high_precision(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeCompute, "takes_transposed", False)
+        report = convert(nn.Sequential(conv(32, 32), nn.Linear(32, 32))).report
     assert report.converted == ["1"] and "native has no products for it" in report.high_precision["0"]
     report = convert(nn.Sequential(conv(20, 32), conv(32, 32)), "ao").report
     assert report.converted == ["1"] and "not multiples of 16" in report.high_precision["0"]

@@ -292,7 +292,7 @@ def test_backends_without_experts_are_named():
     found = reasons(model)
     assert set(found) == set(PARTS)
     assert all("ao has no products for them (native and te have)" in each for each in found.values())
-    of_te = conversion.expected(build("mixtral"), recipes.resolve("te"), get_compute("te"))
+    of_te = conversion.expected(build("mixtral"), recipes.resolve("te"))
     assert set(names("mixtral")) <= set(of_te.converted)  # known without TransformerEngine
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import feature_runs
 import feature_setting
+import fsdp2_training
 import pytest
 import ranks
 import torch
@@ -16,8 +17,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from ddp_training import assert_equal_on_all_ranks, everything, scaled
 from feature_table import BACKENDS, FEATURES, LEVELS, Feature
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
+import fp8_backends
 from fp8_backends.comm.ddp import HOOK_AT_A_LEVEL, Connection
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import FP8BackendError
 
 
@@ -124,6 +128,51 @@ def _connect_hooked(hook) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     ddp.register_comm_hook(None, hook)
     fp8_backends.prepare(ddp, torch.optim.AdamW(ddp.parameters()), "msamp:O2")
+
+
+# Recipes by layer
+
+LAYERS = {"blocks.0.up": "native:rowwise", "down": "native:mxfp8", "mix": "bf16"}
+
+
+def check_mixed_layers_equal_layers_prepared_one_by_one():
+    """DDP and FSDP2 train a model with `layers` to the bit as one whose layers were prepared one by one."""
+    fields = {"backend": "native:dynamic", "layers": LAYERS}
+    words = {"blocks.0.up": "native:rowwise", "blocks.0.down": "native:mxfp8", "blocks.1.down": "native:mxfp8"}
+    words |= {"blocks.1.up": "native:dynamic", "frozen": "native:dynamic", "loudness": "native:dynamic"}
+    for engine in (fsdp2_training.shard, lambda model: DistributedDataParallel(model, find_unused_parameters=True)):
+        losses = []
+        for by_hand in (False, True):
+            torch.manual_seed(0)
+            model = fsdp2_training.Net()
+            for name, word in words.items() if by_hand else ():
+                fp8_backends.prepare(model.get_submodule(name), None, word)
+            if not by_hand:
+                fp8_backends.prepare(model, None, fields)
+            model = engine(model)
+            optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+            if not by_hand:
+                fp8_backends.prepare(model, optimizer, fields)
+            losses.append(fsdp2_training.train(model, optimizer, 4))
+        assert losses[0] == losses[1], engine
+
+
+def check_mixed_layers_gather_codes_for_the_rules_that_share_them():
+    """At O2 FSDP2 gathers codes of the dynamic layers alone, and the losses equal those of plain gathers."""
+    fields = {"backend": "native:dynamic+msamp:O2", "layers": LAYERS}
+    losses = []
+    for gathers in (None, False):
+        model, optimizer = fsdp2_training.prepared({**fields, "enable_fsdp_float8_all_gather": gathers})
+        losses.append(fsdp2_training.train(model, optimizer, 4))
+        _, root, record = prepared_roots(model)[0]
+        places = {name for name, _ in _names(root, record.compute.travelling(root, record.recipe))}
+        assert places == (set() if gathers is False else {"blocks.1.up", "frozen", "loudness"}), places
+    assert losses[0] == losses[1]
+
+
+def _names(root: torch.nn.Module, places: dict) -> list[tuple[str, str]]:
+    names = {module: name for name, module in root.named_modules()}
+    return [(names[module], parameter) for module, parameter in places]
 
 
 if __name__ == "__main__":

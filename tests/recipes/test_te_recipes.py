@@ -120,7 +120,16 @@ DELAYED_AS_NEMO = {
             {"backend": "te"},
         ),
         ({"fp8": "hybrid", "fp8_param": True}, {"backend": "te", "fp8_params": True}),
+        ({"fp8": "hybrid", "first_last_layers_bf16": True}, {"backend": "te", "layers": {"first": 1, "last": 1}}),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0},
+            {"backend": "te", "layers": "last=1"},
+        ),
         # precision plug-ins
+        (
+            {"precision": "bf16_with_fp8_current_scaling_mixed"},
+            {"backend": "te:dynamic", "fp8_format": "HYBRID", "layers": {"first": 1, "last": 1}},
+        ),
         ({"precision": "bf16_with_fp8_mixed"}, DELAYED_AS_NEMO),
         ({"backend": "bf16-with-fp8-mixed"}, DELAYED_AS_NEMO),
         ({"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed", "fp8_margin": 1}, {**DELAYED_AS_NEMO, "margin": 1}),
@@ -141,17 +150,12 @@ def test_plugin_accepts_backend_string():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"fp8": "hybrid", "first_last_layers_bf16": True}, "first_last_layers_bf16=True cannot be honoured.*exclude"),
-        (
-            {"fp8": "hybrid", "num_layers_at_start_in_bf16": 1, "first_last_layers_bf16": True},
-            "first_last_layers_bf16=True cannot be honoured",
-        ),
-        ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2 cannot be honoured"),
+        ({"fp8": "hybrid", "first_last_layers_bf16": True, "layers": {"a": "bf16"}}, "both name layers"),
+        ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "only with first_last_layers_bf16=True"),
         ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*all ranks share"),
         ({"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"}, "fp8_quantizer_factory='mine.make'.*register"),
         ({"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True"),
         ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: use native:nvfp4, experimental"),
-        ({"precision": "bf16_with_fp8_current_scaling_mixed"}, "use te:dynamic, and.*exclude"),
         ({"precision": "bf16_with_fp8_mixt"}, "did you mean 'bf16_with_fp8_mixed'"),
         ({"precision": "bf16_mixed"}, "precision='bf16_mixed' is no FP8 precision"),
         ({"precision": "bf16_with_fp8_mixed", "mixed_precision": "x"}, "name a precision both"),

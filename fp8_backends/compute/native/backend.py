@@ -162,7 +162,8 @@ class NativeCompute(Compute):
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
         if not self.gathers_codes(recipe):
             return {}
-        layers = filter(self.is_converted, root.modules())
+        layers = (layer for layer in root.modules() if self.is_converted(layer))
+        layers = (layer for layer in layers if layer.fp8_rule.scaling == recipe.scaling)
         codes = {owner_of(layer): layer.fp8_gathered(layer) for layer in layers}
         for key, hook in root._forward_pre_hooks.items():
             if isinstance(hook, RollDelayedStates):  # before FSDP2's hook, which gathers codes by this step's scale

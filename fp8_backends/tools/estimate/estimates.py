@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ...comm.two_shot import BLOCK
-from ...compute import chips, registry
+from ...compute import chips
 from ...compute.fields import check_known, parsed, whole_number
 from ...compute.frozen_weights import SHARDED
+from ...compute.mixed import compute_of
 from ...compute.rates import CHIPS
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
@@ -234,6 +235,8 @@ def _estimate(
         cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
     if cell is not None and cell.state != chips.FP8:
         result.notes.append(f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time")
+    elif recipe is not None and len(recipe.recipes) > 1:
+        result.notes.append(f"{backend}: layers of several rules have no time")
     elif getattr(recipe, "scaling", "") == "nvfp4":
         result.notes.append(f"{backend}: no rates of 4-bit products are known here, so it has no time")
     elif chip is not None and backend not in ("fp16", "fp32"):
@@ -443,7 +446,7 @@ class Rank:
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
         self.scaled_width = 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
-        self.gathers_codes = recipe is not None and registry.get_compute(recipe.compute).gathers_codes(recipe)
+        self.gathers_codes = recipe is not None and compute_of(recipe).gathers_codes(recipe)
 
     def step(self) -> StepTrace:
         trace = self.trace

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ... import preparation
-from ...compute import registry
 from ...compute.counts import DGRAD, FPROP, WGRAD
 from ...compute.products import exact_product
 from ...convert import conversion
@@ -302,7 +301,7 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
 
 def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
-    expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
+    expected = conversion.expected(model, recipe)
     if not expected.converted and recipe.on_unproven == "raise":
         reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
         raise FP8BackendError(f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}")
@@ -311,6 +310,7 @@ def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     chosen = set(expected.converted)
     return FP8RecipeKwargs(
         backend=recipe.name.replace("te:", "native:", 1),
+        layers={name: str(word).replace("te:", "native:") for name, word in (recipe.layers or {}).items()} or None,
         module_filter_func=lambda module, name: name in chosen,
         on_unproven=recipe.on_unproven,
         **{name: getattr(recipe, name) for name in FEATURES},
