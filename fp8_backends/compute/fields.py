@@ -17,7 +17,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4")
 DEFAULT_LEVEL = "O2"
 RULE_FIELDS = (
     *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
-    *("override_linear_precision", "fp8_params"),
+    *("override_linear_precision", "products", "fp8_params"),
 )
 """Fields of TransformerEngine's rules, also in `native`."""
 

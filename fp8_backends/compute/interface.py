@@ -35,6 +35,8 @@ class Recipe(Protocol):
     """The fields that the user gave."""
     recipes: tuple[Recipe, ...]
     """This recipe and others in its `layers`."""
+    by_product: Mapping[str, Recipe]
+    """The recipes of products with another format or scaling rule."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a field."""

@@ -23,6 +23,7 @@ from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION, COUNTED
 from ..errors import FP8BackendError
+from ..recipes.fields import BF16
 from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import EagerHook, is_traced, plain_name
@@ -269,6 +270,7 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
+    notes += "".join(f"; {kind} {word}" for kind, word in (prepared.recipe.products or {}).items() if word != BF16)
     in_4_bits = {recipe.scaling == "nvfp4" for recipe in prepared.recipe.recipes}
     fmt = " and ".join("NVFP4 (experimental)" if four else "FP8" for four in sorted(in_4_bits))
     notes += "; compiled, counted by shape" if by_shape else ""

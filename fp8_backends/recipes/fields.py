@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..compute import registry
+from ..compute.counts import FPROP, KINDS
 from ..compute.fields import (
     DEFAULT_LEVEL,
     Field,
@@ -121,6 +122,19 @@ def _layers(value: Any) -> dict[str, str | int]:
     return {pattern: choice(pattern, name) for pattern, name in pairs.items()}
 
 
+def _products(value: Any) -> dict[str, str]:
+    """Parse a precision or scaling rule by product."""
+    products = pairs_of(value, '{"dgrad": "e5m2", "wgrad": "bf16"}')
+    for kind, name in products.items():
+        if kind not in KINDS or not isinstance(name, str) or not name:
+            raise ValueError("must map fprop, dgrad or wgrad to bf16, e4m3, e5m2 or a scaling rule")
+    products = {kind: name.lower() for kind, name in products.items()}
+    if products.get(FPROP) == "e5m2":
+        raise ValueError("must not have fprop in e5m2: activations and weights are E4M3")
+    three_flags([products.get(kind) == BF16 for kind in KINDS])
+    return products
+
+
 def _flag_or_patterns(value: Any) -> bool | tuple[str, ...]:
     with contextlib.suppress(ValueError):
         return flag(value)
@@ -222,6 +236,9 @@ class ScalingField(KwargsHandler):
     )
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window, nvfp4 (4
     bits, experimental) or another."""
+    products: str | Mapping[str, str] | None = setting(None, _products)
+    """Precision of single products, fprop, dgrad and wgrad: bf16, the format of the gradient's codes (e4m3, e5m2), or
+    another scaling rule of the backend: {"dgrad": "rowwise", "wgrad": "bf16"} (te: only wgrad in bf16)."""
     fast_accumulation: bool | str | Collection[str] = setting(
         True,
         _flag_or_patterns,
@@ -283,7 +300,7 @@ class RuleFields(KwargsHandler):
             "no_fp8_wgrad": lambda value: (False, False, flag(value)),
         },
     )
-    """Keep (fprop, dgrad, wgrad) in high precision (te supports only wgrad)."""
+    """Keep (fprop, dgrad, wgrad) in high precision (te supports only wgrad): Accelerate's name for bf16 in products."""
     use_mxfp8_block_scaling: InitVar[bool | None] = None
     """Accelerate's name for scaling="mxfp8"."""
     fp8_params: bool = setting(

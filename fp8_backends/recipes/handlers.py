@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..announcement import announce, logger
 from ..compute import hardware, registry
+from ..compute.counts import FPROP, KINDS
 from ..compute.fields import DEFAULT_LEVEL, Field, parsed
 from ..errors import RecipeError
 from ..words import shortened, shown
@@ -81,6 +82,8 @@ class Recipe(CommonFields):
     given: ClassVar[frozenset[str]]
     by_backend: ClassVar[Mapping[str, Recipe]] = {}
     """The recipe of the layers with each backend in `layers`."""
+    by_product: ClassVar[Mapping[str, Recipe]] = {}
+    """The recipe of each product with another format or scaling rule in `products`."""
 
     def __post_init__(self, use_mxfp8_block_scaling: bool | None = None) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)} | dict(self.further_fields)
@@ -98,13 +101,17 @@ class Recipe(CommonFields):
         defaults = {name: field.default_for(scaling) for name, field in settings_of(compute).items()}
         names = {"backend": given.get("backend"), "compute": compute, "scaling": scaling, "level": level}
         given = frozenset(given) - {_MXFP8} | named
-        self.__dict__.update(defaults | read.values | names | {"opt_level": level, "given": given})
+        values = _with_products(read.values)
+        self.__dict__.update(defaults | values | names | {"opt_level": level, "given": given})
         if compute == AUTO:
             return
         if error := _refusal(read.backend, {name: read.values[name] for name in sorted(read.values)}, self.name):
             raise error
         if self.monitor_every and not registry.get_compute(compute).casts_by:
             raise RecipeError(f"monitor_every: {compute} cannot tell how its layers cast; leave it out")
+        words = {kind: word for kind, word in (self.products or {}).items() if word != BF16}
+        by_product = {kind: self._with_product(kind, word) for kind, word in words.items()}
+        self.__dict__["by_product"] = {kind: recipe for kind, recipe in by_product.items() if recipe is not self}
         registry.get_compute(compute).check(self)
         words = dict.fromkeys(word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str))
         self.__dict__["by_backend"] = {word: self._for_layers(word) for word in words}
@@ -139,16 +146,30 @@ class Recipe(CommonFields):
         """The recipe of the layers with scales kept from step to step, if any."""
         return next((recipe for recipe in self.recipes if recipe.scaling in _KEEPS_SCALES), self)
 
-    def _for_layers(self, backend: str) -> Recipe:
+    def _with_product(self, kind: str, word: str) -> Recipe:
+        """Return this recipe with another gradient format or scaling rule; itself if they are the same."""
+        if word in _GRADIENT_FORMATS:
+            fp8_format = _GRADIENT_FORMATS[word]
+            if self.fp8_format == fp8_format or kind == FPROP:
+                return self
+            if self.scaling in _KEEPS_SCALES:
+                raise RecipeError(f"products: {self.name} has one scale for a gradient: give fp8_format={fp8_format!r}")
+            return self.replace(fp8_format=fp8_format, products=None, layers=None)
+        scaling = scaling_name(self.compute, word, f"products={shown(self.products)}")
+        if scaling in _KEEPS_SCALES and scaling != self.scaling:
+            raise RecipeError(f"products: {scaling} keeps scales from step to step, and serves only all products")
+        return self._for_layers(f"{self.compute}:{scaling}", "products")
+
+    def _for_layers(self, backend: str, field: str = "layers") -> Recipe:
         """Return this recipe with another backend, without fields of another backend's or scaling rule's own."""
         naming = backend if self.level == "O0" else f"{backend}+msamp:{self.level}"
-        given = {name: value for name, value in self.to_kwargs().items() if name not in (*NAMING, "layers")}
+        given = {name: value for name, value in self.to_kwargs().items() if name not in (*NAMING, "layers", field)}
         kept = {name: value for name, value in given.items() if name not in _OF_ONE_RULE}
         kept |= {name: given[name] for name in given.keys() - kept if refusal_of(naming, {name: given[name]}) is None}
         try:
             recipe = FP8RecipeKwargs(backend=naming, **kept)
         except RecipeError as error:
-            raise RecipeError(f"layers: {error}") from None
+            raise RecipeError(f"{field}: {error}") from None
         return self if (recipe.compute, recipe.scaling) == (self.compute, self.scaling) else recipe
 
     @property
@@ -329,6 +350,20 @@ _OF_ONE_RULE = ("margin", "interval", "amax_history_len", "amax_compute_algo", "
 _OF_ONE_RULE += ("pad_inner_dim",)
 """Fields with a meaning for some scaling rules or one backend only: other layers of a model go without them."""
 _KEEPS_SCALES = ("delayed", "window")
+_GRADIENT_FORMATS = {"e4m3": "E4M3", "e5m2": "HYBRID"}
+
+
+def _with_products(values: dict[str, Any]) -> dict[str, Any]:
+    """Add `override_linear_precision` by `products`, and the other way round. Raises `RecipeError` if they disagree."""
+    flags, products = values.get("override_linear_precision"), values.get("products")
+    if products is None and flags is not None and any(flags):
+        products = {kind: BF16 for kind, high in zip(KINDS, flags, strict=True) if high}
+    by_products = tuple((products or {}).get(kind) == BF16 for kind in KINDS)
+    if flags not in (None, by_products):
+        raise RecipeError(
+            f"products={shown(products)} and override_linear_precision={flags} disagree: leave one of the two out"
+        )
+    return values | ({"products": products, "override_linear_precision": by_products} if products else {})
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -70,6 +70,7 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     return PrecisionPlan(
         gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
         + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else "")
+        + "".join(f", {kind} {each.scaling} {each.fp8_format}" for kind, each in recipe.by_product.items())
         + (f", by layers {', '.join(by_layers)}" if by_layers else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,

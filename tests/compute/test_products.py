@@ -1,157 +1,132 @@
-"""Test the one function behind every FP8 product: numbers, layouts, and a GPU's rules."""
+"""`products`: a format or rule for fprop, dgrad or wgrad. The oracle is a layer with one rule for all products."""
+
+import itertools
 
 import pytest
-import reference
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from widths import nightly_but
+import torch.utils.checkpoint
+from conv1d_twins import conv_twin
+from torch import nn
 
-from fp8_backends.compute import hardware, products
-from fp8_backends.compute.products import engine_for, plain_product, scaled_product
-from fp8_backends.formats.formats import E4M3, E5M2
-from fp8_backends.formats.scaling import ROWS, Quantized
-from fp8_backends.kernels.quantize import quantize
+import fp8_backends
+from fp8_backends import resolve
+from fp8_backends.errors import RecipeError
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def operands(m, n, k, rowwise, a_format=E4M3):
-    generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
-    a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    if rowwise:
-        return ROWS.quantize(a, a_format), ROWS.quantize(b, E4M3)
-    return quantize(a, a_format).along_columns(), quantize(b, E4M3).along_columns()
+RULES = ("dynamic", "rowwise", "blockwise", "mxfp8")
+SIZES = 40, 64, 48
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (1, 16, 16), (17, 5, 33), (3, 1, 1), (48, 130, 250)])
-def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype, rowwise, either_cpu):
-    a, b = operands(m, n, k, rowwise)
-    exact = reference.dequantize(*a).double() @ reference.dequantize(*b).double().t()
-    out = scaled_product(a, b, out_dtype)
-    assert out.shape == (m, n) and out.dtype == out_dtype
-    views = (Quantized(q.codes.t().contiguous().t(), q.scale_inv) for q in (a, b))
-    assert torch.equal(scaled_product(*views, out_dtype), out)
-    # bf16 has 8 significant bits (rounded twice on the bf16-exact path), fp16 11; fp32 leaves the order of summation
-    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-19}[
-        torch.bfloat16 if rowwise else out_dtype
-    ]
-    assert (out.double() - exact).abs().max() <= bound * exact.abs().max()
+def gradients(spec, level: str = "O0", dtype: torch.dtype = torch.float32, compiled: bool = False, checkpointed=False):
+    """Return output, input gradient and weight gradient of a layer for fixed operands."""
+    tokens, inner, outer = SIZES
+    torch.manual_seed(0)
+    layer, x = nn.Linear(inner, outer).to(dtype), torch.randn(tokens, inner, dtype=dtype, requires_grad=True)
+    dy = torch.randn(tokens, outer, dtype=dtype)
+    fields = {"backend": spec} if isinstance(spec, str) else dict(spec)
+    fields["backend"] += "" if level == "O0" else f"+msamp:{level}"
+    model = fp8_backends.prepare(nn.Sequential(layer), None, fields)[0]
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+    y.backward(dy)
+    gradient = layer.weight.grad
+    return y.detach(), x.grad, gradient.to(torch.float32) if level == "O0" else gradient.float()
 
 
-ROUNDINGS_TO_BF16 = {products.SCALED_MM: 1, products.EMULATED: 1, products.FP32_EXACT: 1, products.BF16_EXACT: 2}
+@pytest.mark.parametrize("base", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_product_equals_the_product_of_its_own_rule(base, dtype):
+    alone = {rule: gradients(f"native:{rule}", dtype=dtype) for rule in RULES}
+    for dgrad, wgrad in itertools.product(RULES, RULES):
+        mixed = gradients({"backend": f"native:{base}", "products": {"dgrad": dgrad, "wgrad": wgrad}}, dtype=dtype)
+        wanted = alone[base][0], alone[dgrad][1], alone[wgrad][2]
+        assert all(map(torch.equal, mixed, wanted)), (dgrad, wgrad)
+    for fprop in RULES:
+        mixed = gradients({"backend": f"native:{base}", "products": {"fprop": fprop}}, dtype=dtype)
+        assert all(map(torch.equal, mixed, (alone[fprop][0], *alone[base][1:]))), fprop
 
 
-@pytest.mark.parametrize("engine", ROUNDINGS_TO_BF16)
-@pytest.mark.parametrize("rowwise", [False, True])
-@pytest.mark.parametrize("a_format", [E4M3, E5M2])
-def test_every_engine_matches_exact_product_up_to_rounding(a_format, rowwise, engine, monkeypatch):
-    monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: engine)
-    a, b = operands(64, 32, 96, rowwise, a_format)
-    x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
-    out = scaled_product(a, b, torch.bfloat16)
-    half_unit = 2.0**-8  # relative, of bf16's eight significant bits
-    summation = 96 * 2.0**-23 * (x.abs() @ w.abs().t())
-    exact = x @ w.t()
-    bound = ROUNDINGS_TO_BF16[engine] * half_unit * 1.01 * exact.abs() + summation
-    assert ((out.double() - exact).abs() <= bound).all()
+@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
+def test_products_read_the_weights_of_a_level(level):
+    alone = {rule: gradients(f"native:{rule}", level) for rule in ("dynamic", "rowwise", "mxfp8")}
+    for base, fprop, dgrad in itertools.product(alone, alone, alone):
+        products = {"fprop": fprop, "dgrad": dgrad, "wgrad": "bf16"}
+        y, dx, _ = gradients({"backend": f"native:{base}", "products": products}, level)
+        assert torch.equal(y, alone[fprop][0]) and torch.equal(dx, alone[dgrad][1]), (base, fprop, dgrad)
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_small_scales_do_not_underflow_when_combined(rowwise):
-    """2**-76 each: FP32 has no 2**-152, and bf16 has the result."""
-    codes = torch.full((16, 64), 448.0).to(torch.float8_e4m3fn)
-    small = Quantized(codes, torch.full((16, 1) if rowwise else (), 2.0**-76))
-    exact = 64 * 448.0**2 * 2.0**-152
-    assert (scaled_product(small, small, torch.bfloat16).double() - exact).abs().max() <= 2.0**-133
+@pytest.mark.parametrize("base", ["mxfp8", "rowwise", "dynamic"])
+def test_formats_of_gradients(base):
+    """E4M3 in one product of the gradient and E5M2 in the other equal the products of recipes with one format."""
+    both = {name: gradients({"backend": f"native:{base}", "fp8_format": name}) for name in ("E4M3", "HYBRID")}
+    mixed = gradients({"backend": f"native:{base}", "products": {"dgrad": "e5m2", "wgrad": "e4m3"}})
+    assert torch.equal(mixed[1], both["HYBRID"][1]) and torch.equal(mixed[2], both["E4M3"][2])
+    assert not torch.equal(both["HYBRID"][1], both["E4M3"][1])
 
 
-@pytest.mark.parametrize("size", [16, 128], ids=["small", "in parts"])
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_fp16_autocast_does_not_touch_code_products(rowwise, size):
-    """The codes' own product reaches 64 * 448**2, far beyond fp16, before the scales make it small."""
-    a, b = operands(size, size, 64, rowwise)
-    plain = scaled_product(a, b, torch.bfloat16)
-    with torch.autocast("cpu", torch.float16):
-        assert torch.equal(scaled_product(a, b, torch.bfloat16), plain)
+@pytest.mark.parametrize(
+    "products", [{"dgrad": "mxfp8"}, {"wgrad": "rowwise"}, {"fprop": "blockwise", "dgrad": "dynamic"}]
+)
+@pytest.mark.parametrize("base", ["delayed", "mxfp8"])
+def test_compiled_and_recomputed_products_are_the_eager_ones(base, products):
+    fields = {"backend": f"native:{base}", "products": products}
+    eager = gradients(fields)
+    assert all(map(torch.equal, gradients(fields, compiled=True), eager))
+    assert all(map(torch.equal, gradients(fields, checkpointed=True), eager))
 
 
-@pytest.mark.parametrize("scaling", ["dynamic", "blockwise", "mxfp8"])
-def test_cpu_uses_bf16_product_for_bf16_results(scaling, either_cpu):
-    cpu = torch.device("cpu")
-    assert engine_for(cpu, torch.bfloat16, scaling) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
-    assert engine_for(cpu, torch.float32, scaling) == engine_for(cpu, torch.float16, scaling) == products.FP32_EXACT
+def test_delayed_scales_follow_the_products_of_their_own_rule():
+    """The rule's own products record amaxes; a gradient without one leaves its scale alone."""
+    layers = {}
+    choices = {"own": None, "wgrad": {"wgrad": "mxfp8"}, "no gradient": {"dgrad": "mxfp8", "wgrad": "rowwise"}}
+    for name, products in choices.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32))
+        fp8_backends.prepare(model, None, {"backend": "native:delayed", "products": products})
+        for _ in range(3):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            model(x).square().sum().backward()
+        layers[name] = model[0].fp8_scaling
+    assert torch.equal(layers["own"], layers["wgrad"])
+    assert torch.equal(layers["own"][:2], layers["no gradient"][:2]) and not layers["no gradient"][2, 2:].any()
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_fp32_product_is_rounded_once(rowwise, monkeypatch):
-    """A product of one pair, and powers of two as scales, are exact in FP32."""
-    monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
-    generator = torch.Generator().manual_seed(0)
-    codes = [torch.randn(40, 1, generator=generator).to(E4M3.dtype) for _ in range(2)]
-    scales = [torch.tensor(0.25), torch.tensor(2.0**-7)]
-    if rowwise:
-        scales = [scale * torch.exp2(torch.arange(-20.0, 20.0)[:, None]) for scale in scales]
-    exact = (codes[0].double() @ codes[1].double().t()) * scales[0].double() * scales[1].double().t()
-    for out_dtype in (torch.bfloat16, *([] if rowwise else DTYPES)):
-        a, b = (Quantized(c, s) for c, s in zip(codes, scales, strict=True))
-        assert torch.equal(scaled_product(a, b, out_dtype), exact.to(out_dtype))
+def test_conv1d_takes_products():
+    linear = nn.Linear(32, 48)
+    conv = conv_twin(linear)
+    fields = {"backend": "native:dynamic", "products": {"dgrad": "mxfp8", "wgrad": "rowwise"}}
+    results = []
+    for layer in (linear, conv):
+        fp8_backends.prepare(nn.Sequential(layer), None, fields)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        layer(x).square().sum().backward()
+        results.append((x.grad, layer.weight.grad if layer is linear else layer.weight.grad.t()))
+    assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_high_precision_product_matches_plain_one(dtype, either_cpu):
-    """Match to half a unit of the dtype."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
-    exact = a.double() @ b.double().t()
-    summation = 96 * 2.0**-23 * (a.double().abs() @ b.double().abs().t())
-    for x, y in ((a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())):
-        out = plain_product(x, y)
-        assert out.dtype == dtype
-        assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * 1.01 * exact.abs() + summation).all()
+def test_products_and_override_linear_precision_are_one_choice():
+    recipe = resolve({"backend": "native", "products": "wgrad=bf16"})
+    assert recipe == resolve({"backend": "native", "override_linear_precision": (False, False, True)})
+    assert recipe.override_linear_precision == (False, False, True) and recipe.products == {"wgrad": "bf16"}
+    assert resolve({"backend": "te", "products": {"wgrad": "bf16"}}).override_linear_precision == (False, False, True)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_every_code_is_a_bf16_value(fmt):
-    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(fmt.dtype)
-    finite = codes[torch.isfinite(codes.float())]
-    assert torch.equal(finite.bfloat16().float(), finite.float())
-
-
-def test_e5m2_times_e5m2_is_refused_on_every_device():
-    a = b = operands(16, 16, 16, False, E5M2)[0]
-    with pytest.raises(AssertionError, match="E5M2"):
-        scaled_product(a, b, torch.bfloat16)
-
-
-def test_mixed_granularity_is_refused():
-    a, _ = operands(16, 16, 16, True)
-    _, b = operands(16, 16, 16, False)
-    with pytest.raises((AssertionError, IndexError)):
-        scaled_product(a, b, torch.bfloat16)
-
-
-@pytest.mark.parametrize("rowwise", [False, True])
-@pytest.mark.parametrize("out_dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (17, 5, 33), (1, 1, 1), (1, 48, 64), (32, 1, 64), (1, 16, 16)])
-def test_gpu_accepts_every_layout_and_size(m, n, k, transposed, out_dtype, rowwise):
-    """Fake CUDA tensors run torch's own checks of `_scaled_mm`: layouts, multiples of 16, dtypes of scales."""
-    with FakeTensorMode():
-
-        def quantized(rows):
-            size = (k, rows) if transposed else (rows, k)
-            codes = torch.empty(size, device="cuda", dtype=torch.float8_e4m3fn)
-            codes = codes.t() if transposed else codes
-            return Quantized(codes, torch.empty((rows, 1) if rowwise else (), device="cuda"))
-
-        out = scaled_product(quantized(m), quantized(n), out_dtype, fast_accumulation=True)
-    assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
-
-
-def test_gpu_rejects_operands_that_fail_the_checks():
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="col_major"):
-        matrix = torch.empty(32, 32, device="cuda", dtype=torch.float8_e4m3fn)
-        one = torch.empty((), device="cuda")
-        torch._scaled_mm(matrix, matrix, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"products": {"forward": "bf16"}}, "must map fprop, dgrad or wgrad"),
+        ({"products": {"fprop": "e5m2"}}, "activations and weights are E4M3"),
+        ({"products": {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}}, "leave one product in FP8"),
+        ({"products": {"wgrad": "mxfp"}}, "native has no scaling 'mxfp' .did you mean 'mxfp8'"),
+        ({"products": {"wgrad": "delayed"}}, "delayed keeps scales from step to step"),
+        ({"backend": "native:delayed", "products": {"wgrad": "e4m3"}}, "one scale for a gradient: give fp8_format"),
+        ({"backend": "msamp:O2", "products": {"wgrad": "nvfp4"}}, "does not go with level='O2'"),
+        ({"backend": "ao", "products": {"wgrad": "bf16"}}, "products is not read by ao"),
+        ({"backend": "te", "products": {"dgrad": "bf16"}}, "with te only wgrad"),
+        ({"backend": "te", "products": {"wgrad": "mxfp8"}}, "with te only wgrad"),
+        ({"products": {"wgrad": "mxfp8"}, "fused_head": True}, "do not go with fused_head"),
+        ({"products": {"wgrad": "bf16"}, "override_linear_precision": (True, False, False)}, "disagree"),
+    ],
+)
+def test_contradictory_products_are_refused_by_name(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve({"backend": "native", **fields})

@@ -23,7 +23,7 @@ from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
 from .. import hardware
-from ..counts import ProductCounts
+from ..counts import KINDS, ProductCounts
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
@@ -32,7 +32,7 @@ from ..products import EMULATED, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
 from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
-from .layer_rule import DGRAD, FPROP, STATEFUL, LayerRule, Stored, parallel, serves_both_products
+from .layer_rule import FPROP, STATEFUL, LayerRule, Stored, parallel, serves_both_products
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
@@ -68,7 +68,10 @@ class NativeCompute(Compute):
         return Availability(True, f"products by {engine} on {device.type}")
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.scaling != "nvfp4":
+        if recipe.by_product and (recipe.fused_head or recipe.enable_fsdp_float8_all_gather):
+            name = "fused_head" if recipe.fused_head else "enable_fsdp_float8_all_gather"
+            raise RecipeError(f"{recipe.name}: products by several rules do not go with {name}: leave one out")
+        if not in_4_bits(recipe):
             return
         for name, only in NVFP4_ONLY.items():
             if (value := getattr(recipe, name)) not in only:
@@ -78,8 +81,9 @@ class NativeCompute(Compute):
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
-        if recipe.scaling == "nvfp4" and is_parallel(linear) and is_distributed(linear.weight):
-            return "cut over ranks: native:nvfp4 has no products for parts of a layer (native:mxfp8 has)"
+        if (recipe.scaling == "nvfp4" or recipe.by_product) and is_parallel(linear) and is_distributed(linear.weight):
+            which = "products by several rules" if recipe.by_product else "native:nvfp4"
+            return f"cut over ranks: {which} cannot multiply parts of a layer (native:mxfp8 can)"
         return super().unfit(linear, recipe) or parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
@@ -90,7 +94,9 @@ class NativeCompute(Compute):
         return _around(linear, carrier, recipe, shared)
 
     def turn_off_fast_accumulation(self, layer: KeepsLedger) -> None:
-        layer.fp8_rule = layer.fp8_rule._replace(fast_accumulation=False)
+        rule = layer.fp8_rule
+        others = tuple(other and other._replace(fast_accumulation=False) for other in rule.others)
+        layer.fp8_rule = rule._replace(fast_accumulation=False, others=others)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
@@ -100,7 +106,7 @@ class NativeCompute(Compute):
                 recipe.name,
                 layer.weight.device,
             )
-        if recipe.scaling == "nvfp4":
+        if in_4_bits(recipe):
             logger.warning("%s is experimental: 4 bits, not measured on a GPU; compare its losses first", recipe.name)
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
@@ -142,7 +148,7 @@ class NativeCompute(Compute):
         rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
         if weight.is_in(rule.forward_format):
             return 0.0
-        for_dgrad = rule.along is None and not rule.high_precision[DGRAD]
+        for_dgrad = not rule.dgrad_reads_weight
         # and one for fprop, kept over microbatches, unless it is the same
         stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
         is_the_same = for_dgrad and not usable(weight.data)
@@ -157,7 +163,7 @@ class NativeCompute(Compute):
             return recipe.enable_fsdp_float8_all_gather
         # at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them, and all
         # numbers. In forward, users may read the weights of a stock model
-        return recipe.level != "O0" and serves_both_products(recipe.scaling)
+        return recipe.level != "O0" and not recipe.by_product and serves_both_products(recipe.scaling)
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
         if not self.gathers_codes(recipe):
@@ -175,8 +181,8 @@ class NativeCompute(Compute):
         return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
 
     def sums_of(self, module: KeepsLedger) -> tuple[str, bool] | None:
-        rule, device = module.fp8_rule, device_of(module.weight)
-        if not isinstance(module, FP8Products) or rule.has_blocks or rule.high_precision[FPROP]:
+        rule, device = module.fp8_rule.of(FPROP), device_of(module.weight)
+        if not isinstance(module, FP8Products) or rule.has_blocks or module.fp8_rule.high_precision[FPROP]:
             return None
         here = hardware.gpu_chip(device).key if device.type == "cuda" else None
         return rule.sums if rule.sums != EXACT else OF_CHIP.get(here, "h100"), rule.fast_accumulation
@@ -288,6 +294,11 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
     return carrier
 
 
+def in_4_bits(recipe: Recipe) -> bool:
+    """Return True if any product of the recipe runs in NVFP4."""
+    return any(each.scaling == "nvfp4" for each in (recipe, *recipe.by_product.values()))
+
+
 def layer_rule(recipe: Recipe) -> LayerRule:
     """Build the rule of a resolved recipe's layers."""
     forward, gradient = (E2M1, E2M1) if recipe.scaling == "nvfp4" else RECIPE_FORMATS[recipe.fp8_format]
@@ -300,4 +311,5 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         bool(recipe.fp8_params),
         recipe.activation_comm == "fp8",
         sums=recipe.sums,
+        others=tuple(layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None for kind in KINDS),
     )

@@ -12,7 +12,19 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...formats import scaling
 from ...formats.formats import Format
-from ...formats.scaling import MX, NVFP4, NVFP4_SQUARES, ROWS, SQUARES, VECTORS, WEIGHT, Blocks, Quantized
+from ...formats.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    MX,
+    NVFP4,
+    NVFP4_SQUARES,
+    ROWS,
+    SQUARES,
+    VECTORS,
+    WEIGHT,
+    Blocks,
+    Quantized,
+)
 from ...kernels import nvfp4
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
@@ -119,6 +131,15 @@ class LayerRule(NamedTuple):
     """Of fprop."""
     sums: str = EXACT
     """Sums of products to emulate on a CPU."""
+    others: tuple[LayerRule | None, LayerRule | None, LayerRule | None] = (None, None, None)
+    """Other rules of fprop, dgrad and wgrad (`products`)."""
+
+    def of(self, product: int) -> LayerRule:
+        """Return the rule of a product."""
+        return self.others[product] or self
+
+    def format_of(self, tensor: int) -> Format:
+        return self.gradient_format if tensor == GRAD_OUTPUT else self.forward_format
 
     def product(
         self, a: Quantized, b: Quantized, out_dtype: torch.dtype, by_weight: bool = True, fprop: bool = False
@@ -150,12 +171,13 @@ class LayerRule(NamedTuple):
     def gathers_codes(self) -> bool:
         """Return True if an input split by tokens is gathered as codes: one scale serves all products."""
         fprop, _, wgrad = self.high_precision
-        return self.fp8_activations and self.along is None and not (fprop or wgrad)
+        one_rule = self.along is None and not any(self.others)
+        return self.fp8_activations and one_rule and not (fprop or wgrad)
 
     @property
     def dgrad_reads_weight(self) -> bool:
         """Return True if dgrad reads the weight as it is stored, not codes of w.T made in forward."""
-        return self.high_precision[DGRAD] or self.along is not None
+        return self.high_precision[DGRAD] or self.of(DGRAD).along is not None
 
     @property
     def keeps_nan(self) -> bool:
@@ -168,7 +190,13 @@ class LayerRule(NamedTuple):
         high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
         sums = "" if self.sums == EXACT else f",sums:{self.sums}"
         slow = "" if self.fast_accumulation else ",fast accumulation off"
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}" + (f",high:{high}" if high else "")
+        others = "".join(
+            f",{kind}:{rule.scaling} go:{rule.gradient_format.name}"
+            for kind, rule in zip(KINDS, self.others, strict=True)
+            if rule
+        )
+        high = f",high:{high}" if high else ""
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}{high}{others}"
 
 
 def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
@@ -212,6 +240,31 @@ def quantized(
     return quantization.quantize(
         *(matrix, fmt, scale, rows, columns), **of_amax, stored_scale_inv=stored_scale_inv, record=record, amax=amax
     )
+
+
+READERS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}
+"""The products of each operand: the first contracts its columns, the second its rows."""
+
+
+def quantized_by_product(
+    rule: LayerRule,
+    tensor: int,
+    rows: bool,
+    columns: bool,
+    record: torch.Tensor | None,
+    cast: Callable[[LayerRule, bool, bool, torch.Tensor | None], Layouts],
+) -> Layouts:
+    """Quantize a matrix by the rules of its two products. `cast(rule, rows, columns, record)` quantizes by one;
+    `record` goes to the layer's own rule."""
+    first, second = (rule.of(product) for product in READERS[tensor])
+    both = (first.scaling, first.format_of(tensor)) == (second.scaling, second.format_of(tensor))
+    if both or not (rows and columns):
+        only = first if rows or both else second
+        return cast(only, rows, columns, record if only.scaling == rule.scaling else None)
+    layouts = cast(first, True, False, record if first.scaling == rule.scaling else None)
+    again = cast(second, False, True, record if second.scaling == rule.scaling else None)
+    amax = layouts.amax if first.scaling == rule.scaling else again.amax
+    return Layouts(layouts.codes, layouts.scale_inv, *again.along_rows(), amax)
 
 
 def _in_blocks(

@@ -25,7 +25,19 @@ from ..products import plain_product, wgrad_dtype
 from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
 from ..registry import load
 from .gathered_weights import WeightCodes
-from .layer_rule import DGRAD, FPROP, PARALLEL, WGRAD, LayerRule, Stored, new_state, quantized, split_of
+from .layer_rule import (
+    DGRAD,
+    FPROP,
+    PARALLEL,
+    READERS,
+    WGRAD,
+    LayerRule,
+    Stored,
+    new_state,
+    quantized,
+    quantized_by_product,
+    split_of,
+)
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 
 FROZEN = (ScaledTensor, BlockCodes)
@@ -126,7 +138,7 @@ class FP8Products(KeepsLedger):
 
     def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
         """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its amax."""
-        rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
+        rule, state = self.fp8_rule, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
         newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.split
         casts = []
@@ -134,11 +146,12 @@ class FP8Products(KeepsLedger):
         def cast() -> Layouts:
             matrix = arrived(operands.values).detach().reshape(-1, x.shape[-1])
             columns = for_wgrad and operands.gather is None
-            codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
+            codes = cast_operand(matrix, rule, state, INPUT, True, columns, newest, split)
             casts.append(codes if operands.gather is None else operands.gather(codes))
             return casts[0]
 
-        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), cast)
+        key = rule.scaling, rule.forward_format, rule.others, for_wgrad, split, operands.view
+        x8 = self.fp8_shared.of_input(operands.origin, key, cast)
         if newest is not None and not casts:  # another layer's cast
             self._record(INPUT, recorded, x8.amax)
         return x8
@@ -157,14 +170,19 @@ class FP8Products(KeepsLedger):
                 if newest is not None:
                     self._record(WEIGHT, recorded, amax)
             return Layouts(amax=amax)
-        if rule.scaling == "delayed":  # its scale moves with every forward
-            return weight.quantized(fmt, rule, state, for_dgrad, newest)
         amax, split = None, split_of(cut, WEIGHT)
-        if isinstance(self.weight, ScaledTensor) and not torch.compiler.is_compiling():
+        if rule.scaling != "delayed" and isinstance(self.weight, ScaledTensor) and not torch.compiler.is_compiling():
             amax = self.weight.known_amax()
-        return self.fp8_shared.of_weight(
-            self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax, split=split)
-        )
+        for_dgrad = for_dgrad and not (any(rule.others) and rule.dgrad_reads_weight)
+
+        def cast(rule: LayerRule, rows: bool, columns: bool, record: torch.Tensor | None) -> Layouts:
+            return weight.quantized(fmt, rule, state, columns, record, amax, split)
+
+        def casts() -> Layouts:
+            return quantized_by_product(rule, WEIGHT, True, for_dgrad, newest, cast)
+
+        # the scale of the delayed rule moves with every forward
+        return casts() if rule.scaling == "delayed" else self.fp8_shared.of_weight(self, (rule, fmt), casts)
 
     def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
         """Record an amax that no cast has recorded."""
@@ -173,8 +191,8 @@ class FP8Products(KeepsLedger):
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
         """Return the codes [out, in] of the next forward; None for a weight in high precision or sharded."""
-        rule, weight = self.fp8_rule, self.weight
-        if rule.high_precision[FPROP] or is_distributed(weight) or isinstance(weight, GatheredCodes):
+        rule, weight = self.fp8_rule.of(FPROP), self.weight
+        if self.fp8_rule.high_precision[FPROP] or is_distributed(weight) or isinstance(weight, GatheredCodes):
             return None
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
@@ -184,10 +202,11 @@ class FP8Products(KeepsLedger):
     def cast_of(self, tensor: int, values: torch.Tensor) -> Cast | None:
         """Describe the cast for the tensor's first product; None for a sharded weight, or one stored only in FP8."""
         rule = self.fp8_rule
-        readers = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}[tensor]
-        if not (self.training or rule.fp8_in_eval) or all(rule.high_precision[product] for product in readers):
+        readers = [product for product in READERS[tensor] if not rule.high_precision[product]]
+        if not (self.training or rule.fp8_in_eval) or not readers:
             return None
-        fmt = rule.gradient_format if tensor == GRAD_OUTPUT else rule.forward_format
+        rule = rule.of(readers[0])
+        fmt = rule.format_of(tensor)
         if tensor != WEIGHT:
             matrix = values.detach().reshape(-1, values.shape[-1])
         elif is_distributed(values):
@@ -282,20 +301,28 @@ class LinearFunction(torch.autograd.Function):
         if fp8_dgrad or fp8_wgrad:
             newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
             split = split_of(ctx.cut, GRAD_OUTPUT)
-            layouts = fp8_dgrad, fp8_wgrad
-            dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, *layouts, newest, split)
+            dy8 = cast_operand(dy, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest, split)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed)
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype, rule.sums)
+            along = rule.of(WGRAD).along is not None
+            dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype, rule.sums)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         return dx, dw, db, *(None,) * 9
+
+
+def cast_operand(matrix, rule, state, tensor, rows, columns, record, split) -> Layouts:
+    """Quantize an input or output gradient for its products in FP8."""
+    return quantized_by_product(
+        *(rule, tensor, rows, columns, record),
+        lambda each, *flags: quantized(matrix, each.format_of(tensor), each, state, tensor, *flags, split),
+    )
 
 
 def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
@@ -320,6 +347,7 @@ def is_checkpointed() -> bool:
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored in FP8."""
+    rule = rule.of(FPROP)
     if w8.codes is None and rule.along is None:
         w8 = Quantized(*stored)
     elif w8.codes is None:
@@ -331,7 +359,7 @@ def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
     """Return dx [tokens, in] from dy [tokens, out] and the stored w [out, in], or codes of w.T with one scale."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
-    w8 = Quantized(*weight)
+    rule, w8 = rule.of(DGRAD), Quantized(*weight)
     if rule.along is not None:
         w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
     return rule.product(dy8.along_columns(), w8, out_dtype)
@@ -341,7 +369,7 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
-    return rule.product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)
+    return rule.of(WGRAD).product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)
 
 
 load("compute.native")

@@ -86,10 +86,11 @@ class TransformerEngineCompute(Compute):
                 f"interval={recipe.interval}: TransformerEngine ignores it since version 2.4; "
                 "leave it out, or use native:delayed, which honours it"
             )
-        if any(recipe.override_linear_precision[:2]):
+        if any(recipe.override_linear_precision[:2]) or recipe.by_product:
+            name = "products" if "products" in recipe.given else "override_linear_precision"
             raise RecipeError(
-                f"override_linear_precision={recipe.override_linear_precision}: with te only wgrad can be in high "
-                f"precision, (False, False, True): TransformerEngine itself ignores the field since version 2.1. "
+                f"{name}={getattr(recipe, name)}: with te only wgrad can be in high precision, products="
+                f'{{"wgrad": "bf16"}}: TransformerEngine itself ignores the field since version 2.1. '
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
 

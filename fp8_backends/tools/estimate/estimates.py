@@ -235,8 +235,8 @@ def _estimate(
         cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
     if cell is not None and cell.state != chips.FP8:
         result.notes.append(f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time")
-    elif recipe is not None and len(recipe.recipes) > 1:
-        result.notes.append(f"{backend}: layers of several rules have no time")
+    elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
+        result.notes.append(f"{backend}: several scaling rules in one model have no time")
     elif getattr(recipe, "scaling", "") == "nvfp4":
         result.notes.append(f"{backend}: no rates of 4-bit products are known here, so it has no time")
     elif chip is not None and backend not in ("fp16", "fp32"):
