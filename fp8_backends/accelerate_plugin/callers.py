@@ -16,6 +16,7 @@ from ..announcement import announce
 from ..errors import RecipeError
 from ..recipes.handlers import Recipe
 from ..recipes.precision_plan import plan
+from ..torch_tools.optimizers import running_trainer
 
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
@@ -27,16 +28,6 @@ def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
         return None
     return str(given)
-
-
-def running_trainer() -> Any:
-    """Return the nearest Trainer in the stack, if any."""
-    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer_class is None:
-        return None
-    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_argcount)
-    firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames)
-    return next((first for first in firsts if isinstance(first, trainer_class)), None)
 
 
 def log_by_trainer(trainer: Any, values: Mapping[str, float]) -> None:

@@ -308,7 +308,8 @@ def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
-        metadata |= {"recipes": state.recipes, "manifest": manifest.NAME}  # incomplete without the manifest
+        metadata |= {"recipes": state.recipes, "steps": state.steps}
+        metadata["manifest"] = manifest.NAME  # incomplete without the manifest
         (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
     if state.tensors:
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
@@ -368,6 +369,7 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
     try:
         metadata = json.loads(path.read_text())
         file_format, backends, recipes = metadata["format"], metadata["models"], metadata["recipes"]
+        steps = metadata.get("steps", {})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FP8BackendError(f"{path} cannot be read ({error!r}): {DAMAGED}") from None
     if file_format != _FORMAT:
@@ -382,7 +384,8 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
         tensors = load_file(file) if file else {}
     except (OSError, SafetensorError) as error:
         raise FP8BackendError(f"{file} cannot be read ({error}): {DAMAGED}") from None
-    return ScalingState.of({"backends": backends, "tensors": tensors, "recipes": recipes}, str(folder))
+    saved = {"backends": backends, "tensors": tensors, "recipes": recipes, "steps": steps}
+    return ScalingState.of(saved, str(folder))
 
 
 def _tensor_file(rank: int) -> str:

@@ -330,7 +330,7 @@ def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
     @functools.wraps(save)
     def save_checkpoint(save_dir, tag=None, client_state=None, *args, **kwargs):
         client_state, state = dict(client_state or {}), collect([engine])
-        if state.tensors and not hasattr(engine, IN_FILES):
+        if (state.tensors or state.steps) and not hasattr(engine, IN_FILES):
             client_state[OPTIMIZER_KEY] = state._asdict()
         return save(save_dir, tag, client_state, *args, **kwargs)
 

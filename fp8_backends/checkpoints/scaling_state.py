@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..announcement import logger
+from ..convert import features
 from ..convert.conversion import Prepared, prepared_roots
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe, as_json, differences
@@ -32,13 +33,15 @@ class ScalingState(NamedTuple):
     """The tensors of the scaling state, by "root key/name"."""
     recipes: dict[str, dict[str, Any]]
     """`handlers.as_json` of the recipe of each root key."""
+    steps: dict[str, int]
+    """Optimizer steps of each root key with a schedule."""
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
         """Return a state saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
         if not saved:
             return None
-        kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict}
+        kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict, "steps": int}
         for name, kind in kinds.items():
             values = saved.get(name) if isinstance(saved, dict) else None
             if not isinstance(values, dict) or not all(
@@ -58,11 +61,13 @@ class ScalingState(NamedTuple):
 
 
 def collect(models: Iterable[nn.Module]) -> ScalingState:
-    state = ScalingState({}, {}, {})
+    state = ScalingState({}, {}, {}, {})
     for key, root, prepared in _roots(models):
         state.backends[key], state.recipes[key] = prepared.recipe.name, as_json(prepared.recipe)
         for name, tensor in prepared.compute.scaling_state(root).items():
             state.tensors[f"{key}/{name}"] = tensor.cpu().contiguous()
+        if prepared.recipe.schedule:
+            state.steps[key] = prepared.steps
     return state
 
 
@@ -89,6 +94,9 @@ def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
     """Do as `restore`, after `check`."""
+    for key, root, prepared in _roots(models):
+        if prepared.recipe.schedule:
+            _resume_schedule(root, prepared, saved.steps.get(key) if saved is not None else None, source)
     if saved is None:
         if any(prepared.compute.scaling_state(root) for _, root, prepared in _roots(models)):
             logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
@@ -115,6 +123,13 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
         prepared.compute.load_scaling_state(root, saved.tensors_of(key))
 
 
+def _resume_schedule(root: nn.Module, prepared: Prepared, steps: int | None, source: str) -> None:
+    if steps is None:
+        logger.warning("%s was saved without schedule: its steps are counted from here on", source)
+    prepared.steps = steps or 0
+    features.run("resume", root, prepared)
+
+
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backends.get(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
@@ -135,7 +150,7 @@ def add_to_state_dict(optimizer: torch.optim.Optimizer, models: Iterable[nn.Modu
 
     def save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state = collect(models)
-        if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
+        if (state.tensors or state.steps or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

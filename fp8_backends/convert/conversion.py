@@ -65,6 +65,10 @@ class Prepared:
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend without counters."""
     observed: Observed = field(default_factory=Observed, repr=False, compare=False)
+    steps: int = 0
+    """Optimizer steps counted for `schedule`."""
+    phase: str = ""
+    """The word of the running phase of `schedule`; empty before the first."""
 
     @property
     def name(self) -> str:

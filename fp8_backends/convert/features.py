@@ -2,6 +2,7 @@
 
 A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the name of an event:
 
+    check_model(model, recipe)                  raise `RecipeError` before anything changes
     carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
     before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward
@@ -15,6 +16,7 @@ A feature enters its functions in `FEATURES` when `registry.load` imports its fi
     find_part(module, name, part)               return (kind, (in, out), obstacle) of a Parameter, or None
     count_visits(modules, names)                return a function: (name, module, part) -> passes of a token
     has_whole_layers(module)                    return True if ranks share its layers without cutting any
+    resume(root, prepared)                      its steps were loaded from a checkpoint
     audit(roots)                                return fields of `Audit` for these prepared roots
 """
 

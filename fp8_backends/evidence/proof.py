@@ -171,6 +171,8 @@ class FirstStep:
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or is_traced():
             return
+        if all(prepared.phase == BF16 for _, _, prepared in self.roots):
+            return self.begin_anew()  # no FP8 product is due yet
         self.steps += 1
         for _, root, prepared in self.roots:
             named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass
@@ -54,6 +55,8 @@ else:
 
 BF16 = "bf16"
 """The value of `layers` and `products` for high precision."""
+STEPS = "steps"
+"""The key of `schedule` for the steps of the whole training."""
 BLOCKS = ("first", "last")
 """Keys of `layers` for the first and last numbered blocks of a model."""
 ABOVE_O0 = ("O1", "O2", "O3", "O4")
@@ -135,6 +138,23 @@ def _products(value: Any) -> dict[str, str]:
     return products
 
 
+def _schedule(value: Any) -> dict[str | int | float, str | int]:
+    """Parse the recipes of later steps: by step, or by share of all `steps`."""
+    schedule: dict[str | int | float, str | int] = {}
+    for key, name in pairs_of(value, '{0.9: "bf16"} or {0: "bf16", 100: "native:dynamic"}').items():
+        if key == STEPS:
+            schedule[STEPS] = whole_number(1)(name)
+        elif not isinstance(name, str) or not name:
+            raise ValueError(f"must have bf16 or a backend string from {key} on, not {shown(name)}")
+        else:
+            start = float(key) if re.fullmatch(r"0?\.[0-9]{1,9}", key) else whole_number(0)(key)
+            schedule[start] = name.lower()
+    shares = [key for key in schedule if isinstance(key, float)]
+    if len(schedule) - (STEPS in schedule) == 0 or shares and len(shares) < len(schedule.keys() - {STEPS, 0}):
+        raise ValueError("must have its starts as steps, 100, or as shares of training, 0.9: one kind")
+    return dict(sorted(schedule.items(), key=lambda entry: (entry[0] == STEPS, 0 if entry[0] == STEPS else entry[0])))
+
+
 def _flag_or_patterns(value: Any) -> bool | tuple[str, ...]:
     with contextlib.suppress(ValueError):
         return flag(value)
@@ -200,6 +220,10 @@ class CommonFields(KwargsHandler):
     {"*.down_proj": "native:mxfp8", "lm_head": "native:rowwise", "first": 1, "last": 2}, or as text
     *.down_proj=native:mxfp8, first=1. first and last keep so many numbered blocks in bf16 (the dtype of autocast). A
     pattern for nothing but heads, routers or adapters converts them."""
+    schedule: str | Mapping[Any, str | int] | None = setting(None, _schedule, is_feature=True)
+    """Recipes of later optimizer steps, from a step or a share of training on: {0.9: "bf16"}, or for a warm-up in bf16
+    {0: "bf16", 100: "native:dynamic"}. A share needs the number of all steps: {0.9: "bf16", "steps": 2000}; Trainer
+    knows it."""
     autocast_dtype: str = setting("bf16", one_of("bf16", "fp16", "fp32"))
     """Autocast dtype around FP8 under Accelerate (the default is fp32 on a CPU without bf16 products)."""
     gradient_comm: str | None = setting(None, one_of("fp8", "plain"))

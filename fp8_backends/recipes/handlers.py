@@ -84,6 +84,8 @@ class Recipe(CommonFields):
     """The recipe of the layers with each backend in `layers`."""
     by_product: ClassVar[Mapping[str, Recipe]] = {}
     """The recipe of each product with another format or scaling rule in `products`."""
+    by_phase: ClassVar[Mapping[str, Recipe | None]] = {}
+    """The recipe of each word in `schedule`; None for bf16."""
 
     def __post_init__(self, use_mxfp8_block_scaling: bool | None = None) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)} | dict(self.further_fields)
@@ -109,14 +111,22 @@ class Recipe(CommonFields):
             raise error
         if self.monitor_every and not registry.get_compute(compute).casts_by:
             raise RecipeError(f"monitor_every: {compute} cannot tell how its layers cast; leave it out")
-        words = {kind: word for kind, word in (self.products or {}).items() if word != BF16}
-        by_product = {kind: self._with_product(kind, word) for kind, word in words.items()}
-        self.__dict__["by_product"] = {kind: recipe for kind, recipe in by_product.items() if recipe is not self}
+        self.__dict__.update(self._derived())
         registry.get_compute(compute).check(self)
-        words = dict.fromkeys(word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str))
-        self.__dict__["by_backend"] = {word: self._for_layers(word) for word in words}
         if len(self.recipes) > 1:
             _check_together(self)
+
+    def _derived(self) -> dict[str, Mapping[str, Recipe | None]]:
+        """Return the recipes of `products`, `layers` and `schedule` by their words."""
+        of_products = {kind: word for kind, word in (self.products or {}).items() if word != BF16}
+        of_layers = (word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str))
+        of_phases = (word for word in (self.schedule or {}).values() if isinstance(word, str))
+        by_product = {kind: self._with_product(kind, word) for kind, word in of_products.items()}
+        return {
+            "by_product": {kind: recipe for kind, recipe in by_product.items() if recipe is not self},
+            "by_backend": {word: self._for_layers(word) for word in dict.fromkeys(of_layers)},
+            "by_phase": {word: self._in_phase(word) for word in dict.fromkeys(of_phases)},
+        }
 
     @property
     def name(self) -> str:
@@ -146,6 +156,20 @@ class Recipe(CommonFields):
         """The recipe of the layers with scales kept from step to step, if any."""
         return next((recipe for recipe in self.recipes if recipe.scaling in _KEEPS_SCALES), self)
 
+    def _in_phase(self, word: str) -> Recipe | None:
+        """Return the recipe of a phase of `schedule`; None for bf16."""
+        compute = registry.get_compute(self.compute)
+        if "bf16" not in compute.switches:
+            raise RecipeError(f"schedule: {self.name} cannot change its products in a run")
+        if word == BF16:
+            return None
+        recipe = self._for_layers(word, "schedule")
+        if recipe is not self and (recipe.compute != self.compute or "rule" not in compute.switches):
+            raise RecipeError(f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back")
+        if recipe is not self and recipe.scaling in _KEEPS_SCALES:
+            raise RecipeError(f"schedule: {word} keeps scales from step to step: make it the backend of the run")
+        return recipe
+
     def _with_product(self, kind: str, word: str) -> Recipe:
         """Return this recipe with another gradient format or scaling rule; itself if they are the same."""
         if word in _GRADIENT_FORMATS:
@@ -154,7 +178,7 @@ class Recipe(CommonFields):
                 return self
             if self.scaling in _KEEPS_SCALES:
                 raise RecipeError(f"products: {self.name} has one scale for a gradient: give fp8_format={fp8_format!r}")
-            return self.replace(fp8_format=fp8_format, products=None, layers=None)
+            return self.replace(fp8_format=fp8_format, products=None, **dict.fromkeys(_WHOLE))
         scaling = scaling_name(self.compute, word, f"products={shown(self.products)}")
         if scaling in _KEEPS_SCALES and scaling != self.scaling:
             raise RecipeError(f"products: {scaling} keeps scales from step to step, and serves only all products")
@@ -163,7 +187,7 @@ class Recipe(CommonFields):
     def _for_layers(self, backend: str, field: str = "layers") -> Recipe:
         """Return this recipe with another backend, without fields of another backend's or scaling rule's own."""
         naming = backend if self.level == "O0" else f"{backend}+msamp:{self.level}"
-        given = {name: value for name, value in self.to_kwargs().items() if name not in (*NAMING, "layers", field)}
+        given = {name: value for name, value in self.to_kwargs().items() if name not in {*NAMING, *_WHOLE, field}}
         kept = {name: value for name, value in given.items() if name not in _OF_ONE_RULE}
         kept |= {name: given[name] for name in given.keys() - kept if refusal_of(naming, {name: given[name]}) is None}
         try:
@@ -346,6 +370,8 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     return value
 
 
+_WHOLE = ("layers", "schedule")
+"""Fields of the whole model."""
 _OF_ONE_RULE = ("margin", "interval", "amax_history_len", "amax_compute_algo", "fast_accumulation", "config")
 _OF_ONE_RULE += ("pad_inner_dim",)
 """Fields with a meaning for some scaling rules or one backend only: other layers of a model go without them."""

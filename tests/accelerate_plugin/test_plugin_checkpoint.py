@@ -181,3 +181,15 @@ def test_load_state_before_prepare_is_refused(tmp_path):
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
     with pytest.raises(FP8BackendError, match=r"load_state\(\) before prepare\(\).*accelerator.prepare\(model"):
         accelerator.load_state(str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
+def test_scheduled_run_resumes_across_its_change(backend, tmp_path):
+    schedule = {3: "bf16"}
+    accelerator, model, optimizer = new_run(backend, schedule=schedule)
+    train(accelerator, model, optimizer, batches(2))
+    accelerator.save_state(str(tmp_path))
+    losses = train(accelerator, model, optimizer, batches(4, seed=2))
+    resumed, model, optimizer = new_run(backend, seed=1, schedule=schedule)
+    resumed.load_state(str(tmp_path))
+    assert train(resumed, model, optimizer, batches(4, seed=2)) == losses

@@ -123,7 +123,7 @@ def test_products_and_override_linear_precision_are_one_choice():
         ({"backend": "ao", "products": {"wgrad": "bf16"}}, "products is not read by ao"),
         ({"backend": "te", "products": {"dgrad": "bf16"}}, "with te only wgrad"),
         ({"backend": "te", "products": {"wgrad": "mxfp8"}}, "with te only wgrad"),
-        ({"products": {"wgrad": "mxfp8"}, "fused_head": True}, "do not go with fused_head"),
+        ({"products": {"wgrad": "mxfp8"}, "fused_head": True}, "products by several rules and fused_head do not go"),
         ({"products": {"wgrad": "bf16"}, "override_linear_precision": (True, False, False)}, "disagree"),
     ],
 )

@@ -175,6 +175,30 @@ def _names(root: torch.nn.Module, places: dict) -> list[tuple[str, str]]:
     return [(names[module], parameter) for module, parameter in places]
 
 
+def check_schedules_change_at_the_same_step_on_all_ranks():
+    """A change to bf16 under DDP and FSDP2 equals a plain model that goes on from the same values."""
+    fields = {"backend": "native:dynamic", "schedule": {2: "bf16"}}
+    for engine in (fsdp2_training.shard, lambda model: DistributedDataParallel(model, find_unused_parameters=True)):
+        runs = [_of_engine(engine, spec) for spec in (fields, "native:dynamic", None)]
+        losses = [fsdp2_training.train(*runs[0], 2), fsdp2_training.train(*runs[1], 2)]
+        assert losses[0] == losses[1], engine
+        runs[2][0].load_state_dict(runs[1][0].state_dict())
+        runs[2][1].load_state_dict(runs[1][1].state_dict())
+        assert fsdp2_training.train(*runs[0], 3, seed=1) == fsdp2_training.train(*runs[2], 3, seed=1), engine
+
+
+def _of_engine(engine, spec) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = fsdp2_training.Net()
+    if spec is not None:
+        fp8_backends.prepare(model, None, spec)
+    model = engine(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    if spec is not None:
+        fp8_backends.prepare(model, optimizer, spec)
+    return model, optimizer
+
+
 if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # loaded libraries are no garbage, and each check collects

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 38_986, 192
+LINES, FILES = 39_178, 193
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

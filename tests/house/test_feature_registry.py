@@ -81,7 +81,10 @@ sys.exit(main(["monitor"]))
 @pytest.mark.parametrize(
     "deleted, fields",
     [
-        (["watch", *WITHOUT_FIELD["tensor parallelism"]], {"guard": "skip", "monitor_every": "2"}),
+        (
+            ["watch", *WITHOUT_FIELD["tensor parallelism"]],
+            {"guard": "skip", "monitor_every": "2", "schedule": "{3: 'bf16'}"},
+        ),
         (
             ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py", *WITHOUT_FIELD["experts"]],
             {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},

@@ -67,6 +67,9 @@ class FP8Experts(ExpertWeights):
     def fp8_in_eval(self) -> bool:
         return self._any.fp8_rule.fp8_in_eval
 
+    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
+        return not all(self._any.fp8_rule.high_precision) and super().runs_in_fp8(experts, hidden_states)
+
     def groups(self, ids: torch.Tensor, experts: int) -> Groups:
         return Groups.of(ids, experts)
 

@@ -57,6 +57,7 @@ class NativeCompute(Compute):
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fast_accumulation", "sums")
+    switches = ("bf16", "rule")
     casts_by = "the layer's own rule"
     takes_transposed = True
 
@@ -68,9 +69,10 @@ class NativeCompute(Compute):
         return Availability(True, f"products by {engine} on {device.type}")
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.by_product and (recipe.fused_head or recipe.enable_fsdp_float8_all_gather):
-            name = "fused_head" if recipe.fused_head else "enable_fsdp_float8_all_gather"
-            raise RecipeError(f"{recipe.name}: products by several rules do not go with {name}: leave one out")
+        several = "schedule" if recipe.schedule else "products by several rules" if recipe.by_product else ""
+        for name in ("fused_head", "enable_fsdp_float8_all_gather") if several else ():
+            if getattr(recipe, name):
+                raise RecipeError(f"{recipe.name}: {several} and {name} do not go together: leave one out")
         if not in_4_bits(recipe):
             return
         for name, only in NVFP4_ONLY.items():
@@ -97,6 +99,10 @@ class NativeCompute(Compute):
         rule = layer.fp8_rule
         others = tuple(other and other._replace(fast_accumulation=False) for other in rule.others)
         layer.fp8_rule = rule._replace(fast_accumulation=False, others=others)
+
+    def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
+        rule = layer.fp8_rule._replace(high_precision=(True, True, True)) if recipe is None else layer_rule(recipe)
+        layer.fp8_rule = rule._replace(fast_accumulation=layer.fp8_rule.fast_accumulation)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
@@ -163,7 +169,8 @@ class NativeCompute(Compute):
             return recipe.enable_fsdp_float8_all_gather
         # at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them, and all
         # numbers. In forward, users may read the weights of a stock model
-        return recipe.level != "O0" and not recipe.by_product and serves_both_products(recipe.scaling)
+        one_rule = not recipe.by_product and not recipe.schedule
+        return recipe.level != "O0" and one_rule and serves_both_products(recipe.scaling)
 
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
         if not self.gathers_codes(recipe):

@@ -138,6 +138,10 @@ class LayerRule(NamedTuple):
         """Return the rule of a product."""
         return self.others[product] or self
 
+    def runs_in_fp8(self, training: bool) -> bool:
+        """Return True if a layer in this mode has FP8 products: all are paused in a bf16 phase (`schedule`)."""
+        return (training or self.fp8_in_eval) and not all(self.high_precision)
+
     def format_of(self, tensor: int) -> Format:
         return self.gradient_format if tensor == GRAD_OUTPUT else self.forward_format
 

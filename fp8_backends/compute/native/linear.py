@@ -101,7 +101,7 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out_dtype, in_fp8 = result_dtype(input), self.training or self.fp8_rule.fp8_in_eval
+        out_dtype, in_fp8 = result_dtype(input), self.fp8_rule.runs_in_fp8(self.training)
         if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:

@@ -52,6 +52,7 @@ class TorchAOCompute(Compute):
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
     fields: tuple[Field | str, ...] = ("config", *CONFIG_OPTIONS, "fast_accumulation")
+    switches = ("bf16",)
     casts_by = "TorchAO's formulas for the same values"
     takes_transposed = True
 
@@ -86,6 +87,12 @@ class TorchAOCompute(Compute):
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
                 f"ao:{recipe.scaling}; drop one of the two"
             )
+
+        if asks_for_all_gather(recipe) and recipe.schedule:
+            raise RecipeError("enable_fsdp_float8_all_gather and schedule do not go together: leave one out")
+
+    def switch(self, layer: AOProducts, recipe: Recipe | None) -> None:
+        layer.ao_paused = recipe is None
 
     def gathers_codes(self, recipe: Recipe) -> bool:
         return asks_for_all_gather(recipe)

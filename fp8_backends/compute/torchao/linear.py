@@ -27,6 +27,8 @@ class AOProducts(nn.Module):
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
     rule_in_words = "ao"
+    ao_paused = False
+    """True while its products run in high precision."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         in_features = self.weight.shape[0 if self.transposed_weight else 1]  # under tensor parallelism, of this part
@@ -38,7 +40,7 @@ class AOProducts(nn.Module):
             )
         refuse_cut_since(self, input)
         # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
-        if 0 in input.shape:
+        if 0 in input.shape or self.ao_paused:
             gathered = hasattr(self.weight, "to_original_precision")
             weight = self.weight.to_original_precision() if gathered else self.weight
             return F.linear(input, weight.t() if self.transposed_weight else weight, self.bias)
@@ -69,6 +71,7 @@ class AOLinear(AOProducts, Float8Linear):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.fp8_wgrad = WGRAD not in products_in_high_precision(self.config)
+        self.ao_paused = False
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')

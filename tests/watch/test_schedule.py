@@ -1,0 +1,159 @@
+"""`schedule`: other recipes from given optimizer steps on. The oracle is a model restored and prepared by hand."""
+
+import copy
+
+import pytest
+import torch
+from conv1d_twins import conv
+from torch import nn
+
+import fp8_backends
+from fp8_backends import resolve
+from fp8_backends.errors import RecipeError
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), conv(48, 32))
+
+
+def prepared(spec, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fresh() if model is None else model
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), spec)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:mxfp8", "ao:tensorwise"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_phase_equals_a_restored_model(backend, compiled):
+    model, optimizer = prepared({"backend": backend, "schedule": {3: "bf16"}})
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    losses = train(run, optimizer, 6)
+    by_hand, its_optimizer = prepared(backend)
+    run = torch.compile(by_hand, backend="aot_eager") if compiled else by_hand
+    wanted = train(run, its_optimizer, 3)
+    fp8_backends.restore(by_hand)
+    assert losses == wanted + train(by_hand, its_optimizer, 3, first=3)
+    assert train(*prepared(backend), 6)[:3] == wanted != losses[3:]
+
+
+def test_another_rule_equals_a_model_prepared_again():
+    model, optimizer = prepared({"backend": "native:dynamic", "schedule": "2=native:rowwise, 4=native:dynamic"})
+    by_hand, its_optimizer = prepared("native:dynamic")
+    losses = train(by_hand, its_optimizer, 2)
+    for first, backend in ((2, "native:rowwise"), (4, "native:dynamic")):
+        fp8_backends.restore(by_hand)
+        fp8_backends.prepare(by_hand, its_optimizer, backend)
+        losses += train(by_hand, its_optimizer, 2, first=first)
+    assert train(model, optimizer, 6) == losses
+
+
+def test_warm_up_in_bf16_delays_the_proof_and_is_logged(capsys):
+    model, optimizer = prepared({"backend": "native", "schedule": {0: "bf16", 2: "native"}})
+    plain = fresh()
+    wanted = train(plain, torch.optim.AdamW(plain.parameters(), 1e-2), 2)
+    assert train(model, optimizer, 2) == wanted
+    said = capsys.readouterr().err
+    assert "native:dynamic: bf16 from step 0 on, by schedule" in said and "weight FLOPs" not in said
+    assert "native:dynamic: native:dynamic from step 2 on, by schedule" in said
+    train(model, optimizer, 1, first=2)
+    assert "native:dynamic: 1/1 Linear, 1/1 Conv1D, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "ao", "msamp:O2", "msamp:O4"])
+@pytest.mark.parametrize("saved_at", [2, 4])
+def test_resume_across_a_change_is_exact(backend, saved_at):
+    spec = {"backend": backend, "schedule": {3: "bf16", 5: resolve(backend).name.partition("+")[0]}}
+    if backend.startswith("msamp"):
+        spec["schedule"] = {3: "bf16", 5: "native:window"}
+    model, optimizer = prepared(spec)
+    train(model, optimizer, saved_at)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    losses = train(model, optimizer, 7 - saved_at, first=saved_at)
+    resumed, its_optimizer = prepared(spec)
+    resumed.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_checkpoint_without_a_count_is_reported(caplog):
+    model, optimizer = prepared("native:delayed")
+    train(model, optimizer, 1)
+    resumed, its_optimizer = prepared({"backend": "native:delayed", "schedule": {3: "bf16"}})
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    assert "was saved without schedule: its steps are counted from here on" in caplog.text
+
+
+def test_layers_keep_their_own_rule_outside_of_bf16():
+    fields = {"backend": "native:dynamic", "layers": {"0": "native:mxfp8"}}
+    model, optimizer = prepared({**fields, "schedule": {1: "native:rowwise", 2: "bf16", 3: "native:dynamic"}})
+    rules = []
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        rules.append([model[0].fp8_rule.scaling, model[2].fp8_rule.scaling, all(model[0].fp8_rule.high_precision)])
+    assert rules == [["mxfp8", "rowwise", False], ["mxfp8", "rowwise", True], ["mxfp8", "dynamic", False]]
+
+
+def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from accelerate import Accelerator  # noqa: F401, the plug-in is connected by its import
+
+    data = [{"input_ids": torch.arange(8) % 32, "labels": torch.arange(8) % 32}] * 8
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **shape))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        accelerator_config={"gradient_accumulation_kwargs": None}, save_strategy="no",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+        patch.setenv("ACCELERATE_FP8_BACKEND", "native")
+        patch.setenv("ACCELERATE_FP8_SCHEDULE", "0.5=bf16")
+        transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert "native:dynamic: bf16 from step 2 on, by schedule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"schedule": {}}, "must be a mapping such as"),
+        ({"schedule": {"steps": 10}}, "must have its starts as steps, 100, or as shares of training"),
+        ({"schedule": {0.5: "bf16", 100: "native"}}, "one kind"),
+        ({"schedule": {-1: "bf16"}}, "whole number of at least 0"),
+        ({"schedule": {1.5: "bf16"}}, "whole number"),
+        ({"schedule": {5: 8}}, "must have bf16 or a backend string from 5 on, not 8"),
+        ({"schedule": {5: "nativ"}}, "schedule: unknown backend 'nativ'"),
+        ({"schedule": {5: "ao"}}, "native:dynamic cannot change to ao in a run"),
+        ({"schedule": {5: "native:delayed"}}, "native:delayed keeps scales from step to step"),
+        ({"backend": "ao", "schedule": {5: "ao:rowwise"}}, "ao:tensorwise cannot change to ao:rowwise"),
+        ({"backend": "te", "schedule": {5: "bf16"}}, "te:delayed cannot change its products in a run"),
+        ({"schedule": {5: "bf16"}, "fused_head": True}, "schedule and fused_head do not go together"),
+        ({"backend": "msamp:O2", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "do not go together"),
+        ({"backend": "ao", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "do not go together"),
+    ],
+)
+def test_contradictory_schedules_are_refused_by_name(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve({"backend": "native", **fields})
+
+
+def test_share_of_an_unknown_number_of_steps_is_refused_before_anything_changes():
+    model = fresh()
+    with pytest.raises(RecipeError, match='add it: schedule={0.9: .bf16., "steps": 1000}'):
+        prepared({"backend": "native", "schedule": {0.9: "bf16"}}, model)
+    assert type(model[0]) is nn.Linear
+    schedule = resolve({"backend": "native", "schedule": "0.9=bf16, steps=10"}).schedule
+    assert schedule == {0.9: "bf16", "steps": 10} == resolve({"backend": "native", "schedule": schedule}).schedule
