@@ -13,6 +13,7 @@ from .compute.torchao import drop_import_messages
 from .convert.conversion import restore
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .evidence.auditing import audit
+from .evidence.policy_gap import policy_gap
 from .preparation import initialize, prepare
 from .recipes.handlers import (
     AORecipeKwargs,
@@ -42,6 +43,7 @@ __all__ = [
     "connect",
     "initialize",
     "plan",
+    "policy_gap",
     "prepare",
     "register_backend",
     "resolve",

@@ -1,6 +1,7 @@
 """Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
 
-Codes are E4M3 and scales FP32: value = code * scale. Coarser codes fit into a finer grid with repeated scales.
+Codes are E4M3 and scales FP32 (E8M0 of MXFP8): value = code * scale. Coarser codes fit into a finer grid with repeated
+scales.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ..announcement import announce, is_main_process
+from ..comm import fsdp2
 from ..compute import registry
 from ..compute.fields import check_known
 from ..convert import quantized_layers
@@ -23,7 +25,7 @@ from ..convert.conversion import prepared_roots, unwrapped
 from ..convert.weight_products import Found, find_weight_products
 from ..errors import FP8BackendError, on_all_ranks
 from ..formats.formats import E4M3
-from ..formats.scaling import ROWS, SQUARES, Quantized
+from ..formats.scaling import MX, ROWS, SQUARES, Quantized, e8m0_values
 from ..kernels import quantize as quantization
 from ..kernels.layouts import POWER_OF_TWO
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
@@ -31,15 +33,16 @@ from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import check_is_module, plain_name
 from ..words import by_reason, counted, listed
 
-TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
-"""Values under one scale: all, a row, 128 x 128. The words of compressed-tensors."""
+TENSOR, CHANNEL, BLOCK, GROUP, OTHER = "tensor", "channel", "block", "group", "other"
+"""Values under one scale: all, a row, 128 x 128, 32 of a row. The words of compressed-tensors."""
 IN_WORDS = {
     TENSOR: "one scale for all values",
     CHANNEL: "one scale for a row",
     BLOCK: "one scale for 128 x 128 values",
-    None: "scales of another kind",
+    GROUP: "one scale for 32 values",
+    OTHER: "scales of another kind, or are not E4M3",
 }
-FITS_INTO = {TENSOR: (TENSOR, CHANNEL, BLOCK), CHANNEL: (CHANNEL,), BLOCK: (BLOCK,)}
+FITS_INTO = {TENSOR: (TENSOR, CHANNEL, BLOCK), CHANNEL: (CHANNEL,), BLOCK: (BLOCK,), GROUP: (GROUP,)}
 """Grids of a file for the unchanged codes of a grid."""
 SIDE = SQUARES.rows
 
@@ -93,18 +96,22 @@ def export(
         FP8BackendError: another kind of model, a weight is not finite, or nothing would be in FP8.
     """
     check_known("format", format, FORMATS)
-    fmt = FORMATS[format]
     check_is_module(model)
     model = unwrapped(model)
-    layers, reasons = _split(model)
-    shapes = [(layer.product.out_features, layer.product.in_features) for layer in layers.values()]
-    # codes are made twice: those of all layers at once would take a byte an element
-    grids = [grid_of(_codes_of(layer)) for layer in layers.values()]
-    grid = _grid_for(fmt, list(zip(shapes, grids, strict=True)))
-    result = Export(os.fspath(folder), format, grid, high_precision=reasons)
+    if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
+        name = type(model).__name__
+        raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
+    codes = LayerCodes(model, FORMATS[format])
+    result = Export(os.fspath(folder), format, codes.grid, high_precision=codes.high_precision)
+    writes = is_main_process()
+
+    def stored(name: str, weight: torch.Tensor) -> Quantized | None:
+        return _stored(name, weight, codes, result)
 
     def state_to_write() -> None:
-        state.update(_state(model, layers, fmt, result))
+        for names, tensor in codes.tensors(stored, writes):
+            if writes:
+                state.update(dict.fromkeys(names, tensor.cpu()))  # ties stay ties
         if not result.exact and not result.rounded:
             groups = by_reason(result.high_precision.items())
             texts = "; ".join(f"{listed(names)}: {why}" for why, names in groups)
@@ -112,21 +119,18 @@ def export(
 
     def write() -> None:
         quantized_layers.save_plain(model)
-        with _quantization_config(model, fmt, result):
+        with _quantization_config(model, codes, result):
             model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
 
     state: dict[str, torch.Tensor] = {}
     on_all_ranks("export", state_to_write)
-    on_all_ranks("export", write if is_main_process() else lambda: None)
+    on_all_ranks("export", write if writes else lambda: None)
     announce(f"exported: {result}")
     return result
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
     """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged."""
-    if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
-        name = type(model).__name__
-        raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
     weights = find_weight_products(model)
@@ -159,83 +163,128 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
             reasons[name] = "the weights of experts lie in one Parameter"
         elif weight.linear is not weight.module:
             reasons[name] = f"transformers reads FP8 codes of Linear layers alone, not of {weight.product.kind}"
-        elif others := [other for other in owners[id(weight.module.weight)] if other != f"{name}.weight"]:
+        elif others := [other for other in owners[id(weight.module.weight)] if other != f"{name}.weight".lstrip(".")]:
             reasons[name] = f"its weight is that of {', '.join(others)} too"
         else:
             layers[name] = weight
     return layers, reasons
 
 
-def _codes_of(layer: Found) -> Quantized | None:
-    return registry.get_compute(layer.conversion.recipe.compute).weight_codes(layer.module)
+class LayerCodes:
+    """The present codes of a model's layers in one format.
+
+    FSDP2 gathers a unit as for a forward, one at a time, so all ranks call each function.
+    """
+
+    def __init__(self, model: nn.Module, format: CheckpointFormat) -> None:
+        self.model, self.format = model, format
+        self.layers, self.high_precision = _split(model)
+        self._units = {id(m): unit for unit in fsdp2.fsdp_modules(model).values() for m in unit.modules()}
+        self._gathered: nn.Module | None = None
+        products = {name: layer.product for name, layer in self.layers.items()}
+        self.shapes = {name: (product.out_features, product.in_features) for name, product in products.items()}
+        # codes are made twice: those of all layers at once would take a byte an element
+        with contextlib.closing(self):
+            self.grids = {name: grid_of(self.of(name)) for name in self.layers}
+        self.grid = _grid_for(format, [(self.shapes[name], grid) for name, grid in self.grids.items()])
+
+    def of(self, name: str) -> Quantized | None:
+        """Return the codes of a layer; None if its backend does not tell them."""
+        layer = self.layers[name]
+        unit = self._units.get(id(layer.module))
+        if unit is not self._gathered:
+            self.close()
+            if unit is not None:
+                unit.unshard()
+            self._gathered = unit
+        conversion = layer.conversion  # none after a restore
+        codes = conversion and registry.get_compute(conversion.recipe.compute).weight_codes(layer.module)
+        # FSDP2 frees what it has gathered
+        return codes if codes is None or unit is None else Quantized(*(part.clone() for part in codes))
+
+    def close(self) -> None:
+        if self._gathered is not None:
+            self._gathered.reshard()
+        self._gathered = None
+
+    def tensors(
+        self, stored: Callable[[str, torch.Tensor], Quantized | None], takes: bool = True
+    ) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Yield each tensor with its names, several for a tied one. `stored`: (layer, weight) -> codes and scales, or
+        None for the weight itself. `takes`: False leaves out tensors that need no other rank."""
+        by_value: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            by_value.setdefault(id(value), (value, []))[1].append(plain_name(name))
+        with contextlib.closing(self):
+            for value, names in by_value.values():
+                layer, _, part = names[0].rpartition(".")
+                codes = stored(layer, value) if part == "weight" and layer in self.layers else None
+                if codes is not None:
+                    rows, columns = codes.codes.shape
+                    shapes = {TENSOR: self.format.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}
+                    scales = codes.scale_inv.expand(shapes.get(self.grid, codes.scale_inv.shape))
+                    yield names, codes.codes
+                    yield (
+                        [f"{layer}.{self.format.scale}".lstrip(".")],
+                        scales.clone(memory_format=torch.contiguous_format),
+                    )
+                elif takes or is_distributed(value):
+                    yield names, _whole(value)
+
+    def inexact(self, name: str, grid: str | None) -> str:
+        """Return the reason why the format does not hold the codes of a layer, which have this grid."""
+        if grid is None:
+            is_cut = is_distributed(self.layers[name].module.weight)
+            return "it is sharded" if is_cut else "its backend does not tell its codes"
+        return f"its codes have {IN_WORDS[grid]}, and the file has {IN_WORDS[self.grid]}"
+
+    def config(self, high_precision: Iterable[str], in_fp8: list[str]) -> dict[str, Any]:
+        # the name of a Parameter excludes its module
+        parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(self.model) if weight.part}
+        plain = sorted({name.removesuffix(parts.get(name, "")) for name in high_precision})
+        return self.format.config(self.grid, plain, in_fp8)
 
 
-def _state(
-    model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of the file by name, on the CPU; none on ranks that do not write. Record the layers."""
-    writes, state, whole = is_main_process(), {}, {}
-    for full_name, value in model.state_dict(keep_vars=True).items():
-        name = plain_name(full_name)
-        layer = name.removesuffix(".weight")
-        stored = None
-        if layer != name and layer in layers:
-            stored = _stored(layer, value, _codes_of(layers[layer]), fmt, result)
-        if stored is None:
-            if id(value) not in whole and (writes or is_distributed(value)):
-                whole[id(value)] = value, _whole(value)
-            new = {name: whole[id(value)][1]} if writes else {}  # ties stay ties
-        else:
-            rows, columns = stored.codes.shape
-            shapes = {TENSOR: fmt.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}
-            scales = stored.scale_inv.expand(shapes[result.grid]).clone()
-            new = {name: stored.codes, f"{layer}.{fmt.scale}": scales}
-        if writes:
-            state |= new
-    return state
-
-
-def _stored(
-    name: str, weight: torch.Tensor, codes: Quantized | None, fmt: CheckpointFormat, result: Export
-) -> Quantized | None:
+def _stored(name: str, weight: torch.Tensor, codes: LayerCodes, result: Export) -> Quantized | None:
     """Return the codes of a layer for the file, and record it in the result; None to write the weight itself."""
-    grid = grid_of(codes)
+    grid, stored = codes.grids[name], codes.of(name)
     is_exact = result.grid in FITS_INTO.get(grid, ())
     if not is_exact:
-        why = f"its codes have {IN_WORDS[grid]}, and the file has {IN_WORDS[result.grid]}"
-        if codes is None:
-            why = "it is sharded" if is_distributed(weight) else "its backend does not tell its codes"
-        codes = rounded(_whole(weight), result.grid)
-    if not bool(torch.isfinite(codes.scale_inv).all()) or bool(torch.isnan(codes.codes.float()).any()):
-        raise FP8BackendError(f"{name}: its weight is not finite; nothing was written")
-    scales_are_equal = bool((codes.scale_inv == codes.scale_inv.reshape(-1)[0]).all())
-    if reason := fmt.unfit(tuple(codes.codes.shape), result.grid, scales_are_equal):
+        stored = rounded(_whole(weight), result.grid)
+    checked(name, stored)
+    scales_are_equal = bool((stored.scale_inv == stored.scale_inv.reshape(-1)[0]).all())
+    if reason := codes.format.unfit(tuple(stored.codes.shape), result.grid, scales_are_equal):
         result.high_precision[name] = reason
         return None
     if is_exact:
         result.exact.append(name)
     else:
-        result.rounded[name] = why
-    return Quantized(codes.codes.detach().cpu(), codes.scale_inv.detach().cpu())
+        result.rounded[name] = codes.inexact(name, grid)
+    return stored
+
+
+def checked(name: str, codes: Quantized) -> Quantized:
+    """Return finite codes. Raise `FP8BackendError` for others."""
+    scales = e8m0_values(codes.scale_inv) if codes.scale_inv.dtype == torch.uint8 else codes.scale_inv
+    if not bool(torch.isfinite(scales).all()) or bool(torch.isnan(codes.codes.float()).any()):
+        raise FP8BackendError(f"{name}: its weight is not finite")
+    return codes
 
 
 @torch.no_grad()
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Return exact plain values of a Parameter or buffer on the CPU. All ranks call it for a shard."""
+    """Return exact plain values of a Parameter or buffer. All ranks call it for a shard."""
     if is_distributed(value):
-        return dequantize_shards(value).full_tensor().cpu()
-    return (value.exact() if isinstance(value, ScaledTensor) else value.detach()).cpu()
+        return dequantize_shards(value).full_tensor()
+    return value.exact() if isinstance(value, ScaledTensor) else value.detach()
 
 
 @contextlib.contextmanager
-def _quantization_config(model: nn.Module, fmt: CheckpointFormat, result: Export) -> Iterator[None]:
+def _quantization_config(model: nn.Module, codes: LayerCodes, result: Export) -> Iterator[None]:
     """Describe the codes in the model's configuration, and hide the ranks: transformers would wait for all of them."""
-    # the name of a Parameter excludes its module
-    parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(model) if weight.part}
-    plain = sorted({name.removesuffix(parts.get(name, "")) for name in result.high_precision})
     attributes = model.config.__dict__
     before = {name: attributes.pop(name, None) for name in ("quantization_config", "distributed_config")}
-    model.config.quantization_config = fmt.config(result.grid, plain, [*result.exact, *result.rounded])
+    model.config.quantization_config = codes.config(result.high_precision, [*result.exact, *result.rounded])
     try:
         yield
     finally:
@@ -247,12 +296,14 @@ def _quantization_config(model: nn.Module, fmt: CheckpointFormat, result: Export
 
 
 def grid_of(codes: Quantized | None) -> str | None:
-    """Return the grid of codes; None without codes, or without a format for the grid (MXFP8)."""
-    if codes is None or codes.codes.dtype != E4M3.dtype or codes.scale_inv.dtype != torch.float32:
-        return None
+    """Return the grid of codes; None without codes."""
+    if codes is None or codes.codes.dtype != E4M3.dtype:
+        return None if codes is None else OTHER
     rows, columns = codes.codes.shape
+    if codes.scale_inv.dtype == torch.uint8:
+        return GROUP if codes.scale_inv.shape == (rows, -(-columns // MX.columns)) else OTHER
     shapes = {(): TENSOR, (rows, 1): CHANNEL, _blocks_of(rows, columns): BLOCK}  # one block is a block
-    return shapes.get(tuple(codes.scale_inv.shape))
+    return shapes.get(tuple(codes.scale_inv.shape), OTHER)
 
 
 def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
@@ -262,7 +313,7 @@ def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], st
         fit = [codes for shape, codes in weights if fmt.unfit(shape, grid, codes == TENSOR) is None]
         exact = sum(grid in FITS_INTO.get(codes, ()) for codes in fit)
         fineness = fmt.grids.index(grid)
-        return (exact, -fineness) if exact else (0, len(fit), fineness)
+        return (exact, -fineness) if exact else (0, len(fit) * (grid != GROUP), fineness)  # none is rounded to groups
 
     return max(fmt.grids, key=worth)
 
@@ -292,6 +343,12 @@ def _unfit_for_finegrained(sizes: tuple[int, int], grid: str, scales_are_equal: 
     return f"sizes {sizes[0]} x {sizes[1]} are no multiples of {SIDE}, and transformers would cut other blocks"
 
 
+def _unfit_for_compressed(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
+    group = {BLOCK: SIDE, GROUP: MX.columns}.get(grid, 1)
+    reason = f"{sizes[1]} inputs do not divide into the groups of {group} that {grid}s multiply"
+    return reason if sizes[1] % group else None
+
+
 def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:
     # transformers takes each name for the end of longer ones too, and for a regular expression
     is_end = {name: any(layer.endswith(name) for layer in in_fp8) for name in plain}
@@ -310,10 +367,13 @@ def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[s
     if grid == BLOCK:
         weights["block_structure"] = [SIDE, SIDE]
         inputs |= {"strategy": "group", "group_size": SIDE}
+    elif grid == GROUP:
+        mx = {"strategy": "group", "group_size": MX.columns, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        weights, inputs = weights | mx, inputs | mx
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": "mxfp8-quantized" if grid == GROUP else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": plain,
@@ -336,13 +396,9 @@ FORMATS = {
     "finegrained_fp8": CheckpointFormat("weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config),
     "compressed-tensors": CheckpointFormat(
         "weight_scale",
-        (TENSOR, CHANNEL, BLOCK),
+        (TENSOR, CHANNEL, BLOCK, GROUP),
         (1,),
-        lambda sizes, grid, _: (
-            f"{sizes[1]} inputs do not divide into the groups of {SIDE} that blocks multiply"
-            if grid == BLOCK and sizes[1] % SIDE
-            else None
-        ),
+        _unfit_for_compressed,
         _compressed_config,
     ),
 }

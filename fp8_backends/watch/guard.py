@@ -40,7 +40,7 @@ from ..torch_tools.optimizers import parameters_of, steps_of, unwrapped
 from ..words import counted, listed
 
 LOSS, GRADIENT, PARAMETER, SPIKE = "loss", "gradient", "parameter", "spike"
-CLIPPED, STUCK, APART, ALONE = "clipped", "stuck", "apart", "alone"
+CLIPPED, STUCK, APART, ALONE, POLICY = "clipped", "stuck", "apart", "alone", "policy_gap"
 """Kinds of faults; `Fault` explains them."""
 OF_STATE = ", its optimizer state"
 FOREIGN = "a parameter of no prepared model"
@@ -82,7 +82,8 @@ class Fault(NamedTuple):
     """`loss` or `gradient`: not finite. `parameter`: an inf or a NaN in a parameter, buffer or optimizer state, the
     cause of a non-finite loss or gradient. `spike`: a loss far above its predecessors. `clipped`: most values exceed
     the range of their scale. `stuck`: an invalid scale, or a history that does not move on. `apart`: ranks with
-    different values. `alone`: a step of this rank without a backward pass shared by all."""
+    different values. `alone`: a step of this rank without a backward pass shared by all. `policy_gap`: a rollout's
+    policy is further from the trained one than the bound of `fp8_backends.trl`."""
     where: tuple[str, ...]
     """Parameters, layers or tensors at fault, the likely origin first; empty for a fault without a place."""
     figures: str
@@ -205,6 +206,8 @@ class Guard:
         """Backward passes shared by all ranks, up to the last step."""
         self._late: tuple[Look, torch.cuda.Event] | None = None
         """On a GPU, the look before the last step, on its way to the host."""
+        self._reported: list[tuple[str, str]] = []
+        """Kinds and figures of the next step's faults found by others, alike on all ranks."""
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters and their gradients, during a skipped step."""
         self._steps_together = 0
@@ -223,6 +226,10 @@ class Guard:
         for model in self._live_models():
             replicas.SharedBackwards.of(model)  # counts from the first backward on
         self._keep_statistics()
+
+    def report(self, kind: str, figures: str) -> None:
+        """Add a fault to the next step. All ranks report it."""
+        self._reported.append((kind, figures))
 
     def _live_models(self) -> list[nn.Module]:
         """Return the models, each in its DDP wrapper."""
@@ -272,6 +279,8 @@ class Guard:
                 look, arrived = late
                 arrived.synchronize()
         found = [] if look is None else self._faults_in(look, optimizer, groups)
+        found += [Fault(self.step, kind, (), figures) for kind, figures in self._reported]
+        self._reported = []
         self._steps_together += 1
         if groups and self._steps_together % COMPARED_EVERY == 0:
             found += self._replicas_apart(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import main
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
@@ -26,10 +27,11 @@ def llama(inner: int = 128) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train()
 
 
-def in_fsdp2(model):
+def in_fsdp2(model, policy=None):
+    options = {"mp_policy": policy} if policy else {}
     for block in model.model.layers:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def trained(spec, wrap, **sizes):
@@ -70,6 +72,8 @@ def check_ddp_exports_codes_when_masters_are_sharded():
         codes = model.module.get_submodule(name).weight_codes()
         assert same(tensors[f"{name}.weight"], codes.codes)
         assert (tensors[f"{name}.weight_scale_inv"] == codes.scale_inv).all()
+    yielded = dict(fp8_backends.checkpoints.rollout_weights(model))  # on every rank
+    assert yielded.keys() == tensors.keys() and all(same(yielded[name], tensors[name]) for name in tensors)
     assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
 
 
@@ -86,22 +90,38 @@ def check_weight_outside_the_format_needs_its_master():
     assert len(result.exact) == 8 and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
 
 
-def check_fsdp2_rounds_whole_weights_like_one_process():
-    for spec in ("native:blockwise", "msamp:O3"):
-        model, _ = trained(spec, in_fsdp2)
+def check_fsdp2_hands_out_the_codes_of_one_process():
+    """As a file and as weights of a rollout; with a mixed precision policy, codes of the rounded weights."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    formats = {"native:blockwise": "finegrained_fp8", "native:mxfp8": "compressed-tensors", "msamp:O3": None}
+    for (spec, format), policy in [*((each, None) for each in formats.items()), (("native:rowwise", None), bf16)]:
+        format = format or "compressed-tensors"
+        model, _ = trained(spec, functools.partial(in_fsdp2, policy=policy))
+        sharded = {name: tensor.clone() for name, tensor in fp8_backends.checkpoints.rollout_weights(model, format)}
+        assert all(is_distributed(parameter) for parameter in model.parameters()), "its units are sharded again"
         to = folder()
-        result = fp8_backends.checkpoints.export(model, to / "sharded")
-        assert len(result.rounded) == 14 and set(result.rounded.values()) == {"it is sharded"}
+        result = fp8_backends.checkpoints.export(model, to / "sharded", format)
+        assert len(result.exact) == 14 and not result.rounded
         whole = {
             name: dequantize_shards(p).full_tensor() if is_distributed(p) else p.detach()
             for name, p in model.named_parameters()
         }
         alone = llama()
         alone.load_state_dict(whole)
-        fp8_backends.prepare(alone, None, "native:blockwise")
-        fp8_backends.checkpoints.export(alone, to / "alone")
-        sharded, expected = (load_file(to / name / "model.safetensors") for name in ("sharded", "alone"))
-        assert sharded.keys() == expected.keys() and all(same(sharded[name], expected[name]) for name in sharded)
+        if policy:
+            alone.model.layers.load_state_dict({k: v.bfloat16() for k, v in alone.model.layers.state_dict().items()})
+        fp8_backends.prepare(alone, None, spec)
+        expected = dict(fp8_backends.checkpoints.rollout_weights(alone, format))
+        if policy:  # plain weights stay exact
+            expected |= {name: whole[name] for name in expected.keys() & whole.keys() if name not in codes_of(expected)}
+        file = load_file(to / "sharded" / "model.safetensors")
+        assert sharded.keys() == expected.keys() == file.keys(), spec
+        for name, tensor in expected.items():
+            assert same(sharded[name], tensor) and same(file[name], tensor), (spec, name)
+
+
+def codes_of(tensors):
+    return {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
 
 
 class Adapted(torch.nn.Module):

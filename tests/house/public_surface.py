@@ -19,12 +19,13 @@ from fp8_backends import (
     TERecipeKwargs,
 )
 from fp8_backends.advice import Advice
-from fp8_backends.checkpoints import Export
+from fp8_backends.checkpoints import Export, RolloutWeights
 from fp8_backends.compute import Compute
 from fp8_backends.compute.hardware import Availability
 from fp8_backends.convert.stored_weights import keep_weight_casts
 from fp8_backends.convert.weight_products import ConversionReport
 from fp8_backends.evidence.auditing import Audit
+from fp8_backends.evidence.policy_gap import PolicyGap
 from fp8_backends.recipes.handlers import Recipe
 from fp8_backends.recipes.precision_plan import PrecisionPlan
 from fp8_backends.rules.validate import Finding
@@ -122,6 +123,14 @@ def save(model: nn.Module) -> str:
     except FP8BackendError:
         raise
     return f"{written.folder} {written.exact} {written.rounded}"
+
+
+def roll_out(model: nn.Module) -> float:
+    weights: RolloutWeights = fp8_backends.checkpoints.rollout_weights(model, "compressed-tensors")
+    config: dict[str, object] = weights.quantization_config
+    sent: dict[str, torch.Tensor] = dict(weights)
+    gap: PolicyGap = fp8_backends.policy_gap(torch.zeros(2), torch.zeros(2), mask=torch.ones(2))
+    return gap.k3 + gap.tokens + len(sent) + len(config) + len(weights.high_precision)
 
 
 def backends(mine: type[Compute]) -> dict[str, str]:

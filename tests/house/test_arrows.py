@@ -27,7 +27,7 @@ FLOORS = (
     ("preparation",),
     ("advice",),
     ("accelerate_plugin",),
-    ("__init__", "lightning"),
+    ("__init__", "lightning", "trl"),
     ("tools",),
     ("__main__",),
 )

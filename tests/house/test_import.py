@@ -89,11 +89,12 @@ def test_public_names_exist_and_are_not_modules():
 
 def test_public_names_are_the_contract():
     functions = {"connect", "prepare", "initialize", "resolve", "available_backends", "plan", "audit", "validate"}
-    functions |= {"restore", "advise", "register_backend"}
+    functions |= {"restore", "advise", "register_backend", "policy_gap"}
     recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
     errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
     assert set(fp8_backends.__all__) == functions | recipes | errors
     moved = {"Export", "dequantize", "export", "newest_checkpoint", "plain_weights", "whole_states"}
+    moved |= {"RolloutWeights", "rollout_weights"}
     assert set(fp8_backends.checkpoints.__all__) == moved and not moved & set(vars(fp8_backends))
 
 

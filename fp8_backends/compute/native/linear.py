@@ -192,7 +192,7 @@ class FP8Products(KeepsLedger):
     def weight_codes(self) -> Quantized | None:
         """Return the codes [out, in] of the next forward; None for a weight in high precision or sharded."""
         rule, weight = self.fp8_rule.of(FPROP), self.weight
-        if self.fp8_rule.high_precision[FPROP] or is_distributed(weight) or isinstance(weight, GatheredCodes):
+        if self.fp8_rule.high_precision[FPROP] or is_distributed(weight):
             return None
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
