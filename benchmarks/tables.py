@@ -395,6 +395,29 @@ def scale_loss(records: Records) -> str:
     return of_records(records, {"scale_loss_cpu": "A Llama of 10.7 M parameters"}, made)
 
 
+def rollouts(records: Records) -> str:
+    """Return the policy gap and the rewards of GRPO by the precision of trainer and engine."""
+
+    def made(record: dict) -> str:
+        points = (0, 2, 4, 9)
+        rows = [
+            [
+                quoted(each["setting"]),
+                *(f"{each['gap'][name]:.2g}" for name in ("mean", "largest", "k3")),
+                f"{each['gap']['mult_prob_error'] - 1:.2g}",
+                *(f"{each['curve'][at]['mean']:.3f} ± {each['curve'][at]['half_width']:.3f}" for at in points),
+            ]
+            for each in record["results"]
+        ]
+        tenth = record["steps"] // 10
+        steps = [f"{at * tenth + 1} to {(at + 1) * tenth}" for at in points]
+        header = ["setting", "mean gap, nats", "largest", "k3", "multiplicative error \N{MINUS SIGN} 1"]
+        seeds = f"{record['results'][0]['seeds']} seeds, with 95 % intervals of the rewards at steps:"
+        return f"{seeds}\n\n{rst([*header, *steps], rows)}"
+
+    return of_records(records, {"rollouts_cpu": "GRPO with rollouts in FP8"}, made)
+
+
 def communication(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
@@ -813,6 +836,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "training-sums": training_sums,
     "nvfp4": nvfp4,
     "scale-loss": scale_loss,
+    "rollouts": rollouts,
     "communication": communication,
     "memory": memory,
     "largest": largest,

@@ -257,6 +257,17 @@ def test_monitor_cost_is_measured(tmp_path):
 
 
 @pytest.mark.nightly
+def test_rollouts_of_the_trainers_codes_have_no_policy_gap(tmp_path):
+    done = run("rollouts.py", "--steps", "10", "--seeds", "2", "--json", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path).values()
+    gaps = {each["setting"]: each["gap"]["mean"] for each in record["results"]}
+    assert max(gaps["codes"], gaps["blockwise"]) < 1e-5 and 1e-3 < gaps["bf16"] < 0.1 and 1e-3 < gaps["dynamic"] < 0.1
+    written = tables.TABLES["rollouts"]({"rollouts_cpu_avx2": record})
+    assert re.search(r"^``codes`` .* ± 0\.\d{3}$", written, re.M)
+
+
+@pytest.mark.nightly
 def test_comparison_has_one_row_per_level(tmp_path):
     comparison = compared(tmp_path, "msamp:O2", steps=1)
     plain, level = found = levels_loss.found_of(comparison.results)
