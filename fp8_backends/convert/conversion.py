@@ -405,7 +405,12 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
 def _reason_against(weight: Found, layer_filter: LayerFilter) -> str | None:
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
-    recipe, compute = weight.recipe, get_compute(weight.recipe.compute)
+    phases = filter(None, layer_filter.recipe.by_phase.values()) if weight.recipe is layer_filter.recipe else ()
+    return next(filter(None, (_unfit(weight, recipe) for recipe in (weight.recipe, *phases))), None)
+
+
+def _unfit(weight: Found, recipe: Recipe) -> str | None:
+    compute = get_compute(recipe.compute)
     if weight.part:
         if compute.parts is None:
             return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"

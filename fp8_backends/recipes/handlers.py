@@ -166,8 +166,8 @@ class Recipe(CommonFields):
         recipe = self._for_layers(word, "schedule")
         if recipe is not self and (recipe.compute != self.compute or "rule" not in compute.switches):
             raise RecipeError(f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back")
-        if recipe is not self and recipe.scaling in _KEEPS_SCALES:
-            raise RecipeError(f"schedule: {word} keeps scales from step to step: make it the backend of the run")
+        if recipe is not self and recipe.scaling in (*_KEEPS_SCALES, "nvfp4"):
+            raise RecipeError(f"schedule: {word} is no rule of a phase alone: make it the backend of the run")
         return recipe
 
     def _with_product(self, kind: str, word: str) -> Recipe:
