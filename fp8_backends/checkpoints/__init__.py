@@ -1,6 +1,6 @@
-"""Write and read checkpoints: weights for libraries and rollouts, FP8 checkpoints, whole and plain values."""
+"""Write and read checkpoints: weights for libraries and rollouts, FP8 and 4-bit checkpoints, whole and plain values."""
 
-from ..convert.quantized_layers import dequantize
+from ..convert.quantized_layers import dequantize, freeze_codes, load_codes
 from ..convert.stored_weights import plain_weights
 from ..states.checkpoint import whole_states
 from .exporting import Export, export
@@ -12,6 +12,8 @@ __all__ = [
     "RolloutWeights",
     "dequantize",
     "export",
+    "freeze_codes",
+    "load_codes",
     "newest_checkpoint",
     "plain_weights",
     "rollout_weights",

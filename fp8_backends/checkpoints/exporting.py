@@ -1,7 +1,7 @@
 """Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
 
 Codes are E4M3 and scales FP32 (E8M0 of MXFP8): value = code * scale. Coarser codes fit into a finer grid with repeated
-scales.
+scales. NVFP4 and MXFP4 have the layouts of `tensors.block_codes`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..formats.formats import E4M3
 from ..formats.scaling import MX, ROWS, SQUARES, Quantized, e8m0_values
 from ..kernels import quantize as quantization
 from ..kernels.layouts import POWER_OF_TWO
+from ..tensors.block_codes import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_NVFP4, BlockCodes, is_decoded
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
 from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import check_is_module, plain_name
@@ -35,6 +36,9 @@ from ..words import by_reason, counted, listed
 
 TENSOR, CHANNEL, BLOCK, GROUP, OTHER = "tensor", "channel", "block", "group", "other"
 """Values under one scale: all, a row, 128 x 128, 32 of a row. The words of compressed-tensors."""
+GROUP4 = "4-bit group"
+FOUR_BITS = {"tensor_group": PACKED_NVFP4, GROUP4: PACKED_MXFP4}
+"""16 or 32 values of a row under one scale, in four bits, with our layouts."""
 IN_WORDS = {
     TENSOR: "one scale for all values",
     CHANNEL: "one scale for a row",
@@ -54,7 +58,8 @@ class Export:
     folder: str
     format: str
     grid: str
-    """Values of a weight under one scale in the file: `tensor`, `channel` (a row) or `block` (128 x 128)."""
+    """Values of a weight under one scale in the file: `tensor`, `channel` (a row), `block` (128 x 128), `tensor_group`
+    (NVFP4) or `group` (MXFP4)."""
     exact: list[str] = field(default_factory=list)
     """Layers with the current codes of their products."""
     rounded: dict[str, str] = field(default_factory=dict)
@@ -63,8 +68,9 @@ class Export:
     """The other weights, unchanged in the file, with the reason."""
 
     def __str__(self) -> str:
-        parts = [f"{counted(len(self.exact), 'weight')} as the FP8 codes that training used"] if self.exact else []
-        parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in by_reason(self.rounded.items())]
+        fmt = FOUR_BITS[self.grid].name if self.grid in FOUR_BITS else "FP8"
+        parts = [f"{counted(len(self.exact), 'weight')} as the {fmt} codes that training used"] if self.exact else []
+        parts += [f"{len(names)} rounded to {fmt} ({why})" for why, names in by_reason(self.rounded.items())]
         high = by_reason(self.high_precision.items())
         parts += [f"{listed(names)} in high precision ({why})" for why, names in high]
         return f"{self.folder}, {self.format}: {'; '.join(parts)}"
@@ -87,8 +93,9 @@ def export(
     Args:
         model: a prepared transformers model, possibly inside DDP, FSDP2 or `torch.compile`.
         folder: for `config.json` and `model.safetensors`, as with `save_pretrained`. Save a tokenizer separately.
-        format: `finegrained_fp8`, transformers' own, with a scale for 128 x 128 values; or `compressed-tensors`, with
-            the scales of the recipe.
+        format: `finegrained_fp8`, transformers' own, with a scale for 128 x 128 values; `compressed-tensors`, with
+            the scales of the recipe; or its `nvfp4-pack-quantized` or `mxfp4-pack-quantized`, with the unchanged codes
+            of a frozen 4-bit base, all other weights rounded.
         max_shard_size: of one file, as in `save_pretrained`.
 
     Raises:
@@ -105,7 +112,7 @@ def export(
     result = Export(os.fspath(folder), format, codes.grid, high_precision=codes.high_precision)
     writes = is_main_process()
 
-    def stored(name: str, weight: torch.Tensor) -> Quantized | None:
+    def stored(name: str, weight: torch.Tensor) -> Quantized | BlockCodes | None:
         return _stored(name, weight, codes, result)
 
     def state_to_write() -> None:
@@ -129,7 +136,7 @@ def export(
     return result
 
 
-def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
+def _split(model: nn.Module, fmt: CheckpointFormat) -> tuple[dict[str, Found], dict[str, str]]:
     """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
@@ -157,7 +164,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
     layers, reasons = {}, {}
     for weight in weights:
         name = weight.product.name
-        if weight.conversion is None:
+        if weight.conversion is None and not (fmt.is_4_bit and _base_of(weight) is not None):
             reasons[name] = reported.get(name) or weight.product.reason
         elif weight.part:
             reasons[name] = "the weights of experts lie in one Parameter"
@@ -170,6 +177,12 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
     return layers, reasons
 
 
+def _base_of(layer: Found) -> BlockCodes | None:
+    """Return the weight of a layer with codes of a 4-bit checkpoint."""
+    weight = layer.module._parameters.get("weight")
+    return weight.detach() if is_decoded(weight) else None
+
+
 class LayerCodes:
     """The present codes of a model's layers in one format.
 
@@ -178,7 +191,7 @@ class LayerCodes:
 
     def __init__(self, model: nn.Module, format: CheckpointFormat) -> None:
         self.model, self.format = model, format
-        self.layers, self.high_precision = _split(model)
+        self.layers, self.high_precision = _split(model, format)
         self._units = {id(m): unit for unit in fsdp2.fsdp_modules(model).values() for m in unit.modules()}
         self._gathered: nn.Module | None = None
         products = {name: layer.product for name, layer in self.layers.items()}
@@ -188,9 +201,11 @@ class LayerCodes:
             self.grids = {name: grid_of(self.of(name)) for name in self.layers}
         self.grid = _grid_for(format, [(self.shapes[name], grid) for name, grid in self.grids.items()])
 
-    def of(self, name: str) -> Quantized | None:
-        """Return the codes of a layer; None if its backend does not tell them."""
+    def of(self, name: str) -> Quantized | BlockCodes | None:
+        """Return the codes of a layer, in four bits those of a frozen base; None if its backend does not tell them."""
         layer = self.layers[name]
+        if self.format.is_4_bit:
+            return _base_of(layer)
         unit = self._units.get(id(layer.module))
         if unit is not self._gathered:
             self.close()
@@ -208,7 +223,7 @@ class LayerCodes:
         self._gathered = None
 
     def tensors(
-        self, stored: Callable[[str, torch.Tensor], Quantized | None], takes: bool = True
+        self, stored: Callable[[str, torch.Tensor], Quantized | BlockCodes | None], takes: bool = True
     ) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Yield each tensor with its names, several for a tied one. `stored`: (layer, weight) -> codes and scales, or
         None for the weight itself. `takes`: False leaves out tensors that need no other rank."""
@@ -219,7 +234,10 @@ class LayerCodes:
             for value, names in by_value.values():
                 layer, _, part = names[0].rpartition(".")
                 codes = stored(layer, value) if part == "weight" and layer in self.layers else None
-                if codes is not None:
+                if isinstance(codes, BlockCodes):
+                    parts = zip(codes.code_layout.parts, codes.parts, strict=True)
+                    yield from (([f"{layer}.{part}".lstrip(".")], tensor) for part, tensor in parts)
+                elif codes is not None:
                     rows, columns = codes.codes.shape
                     shapes = {TENSOR: self.format.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}
                     scales = codes.scale_inv.expand(shapes.get(self.grid, codes.scale_inv.shape))
@@ -245,8 +263,10 @@ class LayerCodes:
         return self.format.config(self.grid, plain, in_fp8)
 
 
-def _stored(name: str, weight: torch.Tensor, codes: LayerCodes, result: Export) -> Quantized | None:
+def _stored(name: str, weight: torch.Tensor, codes: LayerCodes, result: Export) -> Quantized | BlockCodes | None:
     """Return the codes of a layer for the file, and record it in the result; None to write the weight itself."""
+    if result.grid in FOUR_BITS:
+        return _stored_in_four_bits(name, weight, codes.of(name), result)
     grid, stored = codes.grids[name], codes.of(name)
     is_exact = result.grid in FITS_INTO.get(grid, ())
     if not is_exact:
@@ -271,12 +291,31 @@ def checked(name: str, codes: Quantized) -> Quantized:
     return codes
 
 
+def _stored_in_four_bits(
+    name: str, weight: torch.Tensor, codes: BlockCodes | None, result: Export
+) -> BlockCodes | None:
+    layout, stored = FOUR_BITS[result.grid], codes
+    if weight.shape[1] % layout.blocks.columns:
+        result.high_precision[name] = f"its inputs do not divide into blocks of {layout.blocks.columns}"
+        return None
+    if codes is not None and (codes.code_layout, layout) == (MODELOPT_NVFP4, PACKED_NVFP4):
+        stored = BlockCodes((*codes.parts[:2], codes.tensor_scale.reciprocal().reshape(1)), codes.dtype, layout)
+    if stored is not None and stored.code_layout is layout and torch.equal(stored.exact(), codes.exact()):
+        result.exact.append(name)
+    else:
+        result.rounded[name] = "it is plain" if codes is None else f"it was {codes.code_layout.name}"
+        stored = BlockCodes.encoded(_whole(weight), layout)
+    if not bool(torch.isfinite(stored.exact()).all()):
+        raise FP8BackendError(f"{name}: its weight is not finite; nothing was written")
+    return stored
+
+
 @torch.no_grad()
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """Return exact plain values of a Parameter or buffer. All ranks call it for a shard."""
     if is_distributed(value):
         return dequantize_shards(value).full_tensor()
-    return value.exact() if isinstance(value, ScaledTensor) else value.detach()
+    return value.exact() if isinstance(value, (ScaledTensor, BlockCodes)) else value.detach()
 
 
 @contextlib.contextmanager
@@ -363,17 +402,23 @@ def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[
 def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[str, Any]:
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**numbers, "dynamic": False, "strategy": grid}
-    inputs = {**numbers, "dynamic": True, "strategy": "token"}
-    if grid == BLOCK:
+    fmt, inputs = "float-quantized", {**numbers, "dynamic": True, "strategy": "token"}
+    if layout := FOUR_BITS.get(grid):
+        fmt, inputs = f"{layout.name.lower()}-pack-quantized", None  # inputs in high precision
+        scale_dtype = str(layout.parts["weight_scale"])
+        weights["strategy"] = "group" if grid == GROUP4 else grid
+        weights |= {"num_bits": 4, "group_size": layout.blocks.columns, "scale_dtype": scale_dtype}
+    elif grid == BLOCK:
         weights["block_structure"] = [SIDE, SIDE]
         inputs |= {"strategy": "group", "group_size": SIDE}
     elif grid == GROUP:
+        fmt = "mxfp8-quantized"
         mx = {"strategy": "group", "group_size": MX.columns, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         weights, inputs = weights | mx, inputs | mx
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized" if grid == GROUP else "float-quantized",
+        "format": fmt,
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": plain,
@@ -391,6 +436,10 @@ class CheckpointFormat(NamedTuple):
     config: Callable[[str, list[str], list[str]], dict[str, Any]]
     """(grid, modules in high precision, FP8 layers) -> `quantization_config` of `config.json`."""
 
+    @property
+    def is_4_bit(self) -> bool:
+        return self.grids[0] in FOUR_BITS
+
 
 FORMATS = {
     "finegrained_fp8": CheckpointFormat("weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config),
@@ -401,4 +450,8 @@ FORMATS = {
         _unfit_for_compressed,
         _compressed_config,
     ),
+    **{
+        f"{layout.name.lower()}-pack-quantized": CheckpointFormat("", (grid,), (), lambda *_: None, _compressed_config)
+        for grid, layout in FOUR_BITS.items()
+    },
 }

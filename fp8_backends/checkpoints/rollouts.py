@@ -33,7 +33,7 @@ def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> Rollou
         FP8BackendError: the format has no scales for a layer's codes, or its backend does not tell them; in an
             iteration, a weight is not finite.
     """
-    check_known("format", format, FORMATS)
+    check_known("format", format, (name for name, fmt in FORMATS.items() if not fmt.is_4_bit))
     check_is_module(model)
     return RolloutWeights(unwrapped(model), format)
 

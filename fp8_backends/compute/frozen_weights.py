@@ -15,13 +15,13 @@ from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import CONVERSION
 
 SHARDED = Refusal(
-    "fp8_params=True does not go with sharded weights: FSDP and DeepSpeed cut parameters up, and frozen FP8 weights "
-    "are whole",
+    "fp8_params=True does not go with sharded weights, nor do codes of a checkpoint: FSDP and DeepSpeed cut parameters "
+    "up, and frozen weights are whole",
     "use DDP; or level O3 or O4 (msamp:O4, te+msamp:O4), whose FP8 weights FSDP2 shards",
 )
 TRAINS = Refusal(
-    "fp8_params=True leaves no weight in high precision: an update below half a step of E4M3, 3 to 6 % of the weight, "
-    "would be lost, so weights that train are refused",
+    "fp8_params=True, like codes of a checkpoint, leaves no weight in high precision: an update below half a step, in "
+    "E4M3 3 to 6 % of the weight, would be lost, so weights that train are refused",
     "use level O3 or O4 (msamp:O4, te+msamp:O4), which train FP8 weights with an FP16 master or a residual of eight "
     "bits; or freeze the layers whose weights FP8 shall hold (requires_grad_(False)) and name those that train, such "
     "as adapters, in exclude",

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..formats.formats import COMPUTE_DTYPES
 from ..formats.scaling import Quantized
+from ..tensors.block_codes import CodeLayout
 from ..tensors.sharded_tensor import full_shape
 from ..tensors.statistics import Cast
 from ..torch_tools.modules import plain_name
@@ -164,8 +165,8 @@ class Compute(ABC):
         """Return bytes per weight element of copies kept from forward to backward, such as the weight's FP8 codes."""
         return 0.0
 
-    def takes_block_codes(self, recipe: Recipe) -> bool:
-        """Return True if frozen weights keep the codes and scales of an FP8 checkpoint (`BlockCodes`) in products."""
+    def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
+        """Return True if frozen weights stay codes and scales of a checkpoint (`BlockCodes`) of this layout."""
         return False
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:

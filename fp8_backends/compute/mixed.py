@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.block_codes import CodeLayout
 from . import registry
 from .hardware import Availability
 from .interface import Compute, Norm, Recipe, check_saved_states
@@ -60,8 +61,8 @@ class Mixed(Compute):
         for compute in self.computes:
             compute.store_weights(root, recipe)
 
-    def takes_block_codes(self, recipe: Recipe) -> bool:
-        return all(compute.takes_block_codes(each) for compute, each in self._by_recipe())
+    def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
+        return all(compute.takes_block_codes(each, layout) for compute, each in self._by_recipe())
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for compute in self.computes:

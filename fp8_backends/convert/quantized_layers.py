@@ -1,26 +1,30 @@
-"""Handle layers of an FP8 checkpoint: codes and scales that another library multiplies and freezes."""
+"""Handle layers of a checkpoint in 8 or 4 bits: codes and scales that another library multiplies and freezes."""
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..compute.interface import Compute, Recipe
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..formats.formats import E4M3
 from ..formats.scaling import SQUARES, Blocks, Quantized
-from ..tensors.block_codes import BlockCodes
+from ..tensors.block_codes import SQUARE_CODES, BlockCodes, layout_of
 from ..tensors.parameter_swap import refuse_if_held, swap
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import check_is_module, plain_name
-from ..words import shown
+from ..torch_tools.modules import CONVERSION, check_is_module, plain_name
+from ..words import listed, shown
 
 TRAINS = Refusal(
-    "a layer that an FP8 checkpoint stores as codes and scales would never train: the library that multiplies it gives "
-    "its weight no gradient",
+    "a layer that a checkpoint stores as codes and scales would never train: the library that multiplies it gives its "
+    "weight no gradient",
     "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights train; or freeze "
-    "them (requires_grad_(False)) under adapters",
+    "them under adapters: requires_grad_(False), and for 4 bits fp8_backends.checkpoints.freeze_codes(model) before "
+    "PEFT",
 )
 LOAD_PLAIN = (
     "load the checkpoint with from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)), or "
@@ -53,6 +57,11 @@ ROWWISE_LINEAR = Kind(
     ("has_bias",),
 )
 NOT_LINEAR = Kind("FP8Experts of transformers", FP8_LINEAR.library, "FP8Experts", "", ())
+WITHOUT_BACKWARD = {
+    "Mxfp4GptOssExperts": "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))",
+    "NVFP4Linear": "a checkpoint of compressed-tensors",
+}
+"""Modules of transformers without gradients of their inputs, and the fix."""
 COMPRESSED = Kind("Linear of compressed-tensors", "compressed_tensors", "", "weight_scale", ("quantization_status",))
 
 
@@ -72,26 +81,42 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
 
 
 def training_codes(model: nn.Module) -> list[str]:
-    """Return the names of layers with codes and trainable parameters: these would not train."""
+    """Return the names of layers with codes that would not train, or are packed and not frozen by `freeze_codes`."""
     return [
         name
         for name, module, kind in quantized_layers(model)
-        if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None)
+        if any(p.requires_grad or key == "weight_packed" for key, p in module._parameters.items() if p is not None)
     ]
 
 
-def check(model: nn.Module) -> None:
+def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
+    """Raise `RecipeError` for layers of a checkpoint that would not train as they are, or not with this recipe."""
+    for name, module in model.named_modules():
+        cls = type(module)
+        if cls.__name__ in WITHOUT_BACKWARD and cls.__module__.startswith("transformers."):
+            raise RecipeError(
+                f"{plain_name(name)}: {cls.__name__} of transformers gives its inputs no gradients, so layers before "
+                f"it would not train: load {WITHOUT_BACKWARD[cls.__name__]}"
+            )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(recipe, parameter.code_layout):
+            takes = "native:blockwise with fp8_params=True" if parameter.code_layout is SQUARE_CODES else "native:…"
+            raise RecipeError(
+                f"{plain_name(name)}: {recipe.name} does not multiply frozen {parameter.code_layout.name} codes of a "
+                f"checkpoint: use {takes}, or fp8_backends.checkpoints.dequantize(model) first"
+            )
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
-    """Make the layers of an FP8 checkpoint plain, in place: transformers' `FP8Linear`, and FP8 layers loaded by
-    compressed-tensors. Modules and Parameters stay the same objects.
+    """Make the layers of a checkpoint in 8 or 4 bits plain, in place: transformers' `FP8Linear`, FP8, NVFP4 and MXFP4
+    layers loaded by compressed-tensors, and layers with codes of `freeze_codes` or `load_codes`. Modules, and
+    Parameters except packed ones, stay the same objects.
 
-    Call it before the optimizer is made. Trainable weights stay trainable. The model forgets its quantization: trainers
-    accept it, and it is saved plain.
+    Call it before the optimizer is made. Trainable weights stay trainable; weights packed in 4 bits train unless the
+    model is frozen. The model forgets its quantization: trainers accept it, and it is saved plain.
 
     Args:
         model: such a model, or one that holds it. If transformers has already dequantized it while loading, only the
@@ -102,14 +127,18 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         The names of the layers made plain.
 
     Raises:
-        FP8BackendError: a layer is of another format (experts, 4 bits), or sharded, `model` is no module, or `dtype` no
-            dtype; nothing has changed then.
+        FP8BackendError: a layer is of another format (experts, integers), or sharded, `model` is no module, or `dtype`
+            no dtype; nothing has changed then.
     """
     check_is_module(model)
     if not isinstance(dtype, (torch.dtype, type(None))):
         raise FP8BackendError(f"dtype must be a torch.dtype, not {shown(dtype)}")
     layers = list(quantized_layers(model))
-    dtype = dtype or _plain_dtype(model, layers)
+    unprepared = ((name, m) for name, m in model.named_modules() if CONVERSION not in m.__dict__)
+    frozen = [(name, m) for name, m in unprepared if isinstance(m._parameters.get("weight"), BlockCodes)]
+    for name, layer in frozen:
+        refuse_if_held(layer.weight, f"{name}.weight")
+    own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
 
     def values(layer: nn.Linear, kind: Kind) -> torch.Tensor:
         codes, scales = layer.weight.detach(), layer._parameters[kind.scale].detach().float()
@@ -119,34 +148,139 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         scales = scales.t() if kind is ROWWISE_LINEAR else scales
         return blocks.dequantize(Quantized(codes, scales), torch.float32).to(dtype)
 
-    _replace_codes(layers, values)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    _replace_codes(layers, values, lambda packed: nn.Parameter(packed.exact(), trains), dtype)
+    for name, layer in frozen:
+        if isinstance(layer.weight, BlockCodes):  # else tied to an earlier layer
+            swap(layer.weight, layer.weight.exact().to(own_dtype or layer.weight.dtype), f"{name}.weight")
     _forget(model)
-    return [name for name, _, _ in layers]
+    return [*(name for name, _, _ in layers), *(plain_name(name) for name, _ in frozen)]
 
 
-def freeze_codes(model: nn.Module) -> None:
-    """Store frozen FP8 layers with scales for 128 x 128 values as plain layers with `BlockCodes`, bit-exactly."""
-    layers = [entry for entry in quantized_layers(model) if _has_square_blocks(*entry[1:])]
+def freeze_codes(model: nn.Module) -> list[str]:
+    """Keep the codes of a checkpoint's layers, frozen and to the bit, in place: NVFP4 and MXFP4 loaded by
+    compressed-tensors, and FP8 with scales for 128 x 128 values. The layers become plain Linears, for PEFT to wrap and
+    for `prepare` to multiply: 4 bits by every recipe of `native` at level O0, FP8 by native:blockwise with
+    fp8_params=True. Call it before PEFT. The model forgets its quantization: trainers accept it.
+
+    Returns:
+        The names of these layers. All others stay unchanged.
+
+    Raises:
+        FP8BackendError: packed layers of another format (integers, zero points), or not loaded yet; nothing has changed
+            then.
+    """
+    check_is_module(model)
+    layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
     dtype = _plain_dtype(model, layers)
 
     def codes(layer: nn.Linear, kind: Kind) -> torch.Tensor:
         scales = layer._parameters[kind.scale].detach().float().contiguous()
-        return BlockCodes(layer.weight.detach(), scales, dtype)
+        return BlockCodes((layer.weight.detach(), scales), dtype)
 
-    _replace_codes(layers, codes)
+    _replace_codes(layers, codes, lambda packed: nn.Parameter(packed, False), dtype)
     if layers:
         _forget(model)
+    return [name for name, _, _ in layers]
+
+
+def load_codes(
+    model: nn.Module, source: Mapping[str, torch.Tensor] | str | os.PathLike[str], *, prefix: str = ""
+) -> list[str]:
+    """Load a checkpoint with codes that transformers does not read into a plain model, in place, and keep them frozen
+    as `freeze_codes` does: NVFP4 of NVIDIA's ModelOpt (`weight`, `weight_scale`, `weight_scale_2`), FP8 with one scale
+    for ComfyUI (`weight`, `scale_weight`), and the layouts of compressed-tensors in 4 bits. All other parameters are
+    loaded in the model's dtypes; scales of activations are dropped.
+
+    Args:
+        model: with the parameter names of the file, on any device (`accelerate.init_empty_weights` saves memory).
+        source: a safetensors file, a folder of them, or tensors by name.
+        prefix: of the model's names in the file, such as `"model.diffusion_model."`; other names are ignored.
+
+    Returns:
+        The names of the layers with codes.
+
+    Raises:
+        FP8BackendError: names, shapes or kinds of codes do not fit the model; nothing has changed then.
+    """
+    check_is_module(model)
+    tie_weights = getattr(model, "tie_weights", lambda: None)
+    tie_weights()  # untied by accelerate.init_empty_weights, and by `assign` below
+    tensors = {name[len(prefix) :]: t for name, t in _read(source).items() if name.startswith(prefix)}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".")
+        parts.setdefault(layer, {})[part] = tensor
+    layouts = {layer: layout for layer, own in parts.items() if (layout := layout_of(own))}
+    modules, state = dict(model.named_modules()), model.state_dict(keep_vars=True)
+    for layer, layout in layouts.items():
+        module = modules.get(layer)
+        if type(module) is not nn.Linear:
+            raise FP8BackendError(f"{prefix}{layer} holds {layout.name} codes, and is no plain Linear of this model")
+        own = tuple(parts[layer][part] for part in layout.parts)
+        if why := layout.unfit(own, tuple(module.weight.shape)):
+            raise FP8BackendError(f"{prefix}{layer}: {why}")
+        refuse_if_held(module.weight, f"{layer}.weight")
+    taken = {f"{layer}.{part}" for layer, layout in layouts.items() for part in (*layout.parts, *_OF_ACTIVATIONS)}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in {*taken, "scaled_fp8"}}
+    _check_names(plain, {f"{layer}.weight" for layer in layouts}, state)
+    on_meta = any(tensor.is_meta for tensor in state.values())
+    model.load_state_dict({name: t.to(state[name].dtype) for name, t in plain.items()}, strict=False, assign=on_meta)
+    for layer, layout in layouts.items():
+        weight, own = modules[layer].weight, parts[layer]
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        codes = BlockCodes.of({name: own[name].to(device) for name in layout.parts}, weight.dtype, layout)
+        modules[layer].weight = nn.Parameter(codes, requires_grad=False)
+    if on_meta:
+        tie_weights()
+    getattr(getattr(model, "config", None), "__dict__", {}).pop("quantization_config", None)
+    return list(layouts)
+
+
+def _check_names(plain: Mapping[str, torch.Tensor], coded: Collection[str], state: Mapping[str, torch.Tensor]) -> None:
+    """Raise `FP8BackendError` unless plain tensors and codes are exactly those of a model, ties counted once."""
+    given, ties = {*plain, *coded}, {id(tensor) for name, tensor in state.items() if name in plain}
+    own = {name: state[name] for name in plain if name in state and state[name].shape == plain[name].shape}
+    unknown = [name for name, t in plain.items() if name not in own or (t.itemsize == 1 and t.dtype != own[name].dtype)]
+    missing = [name for name, tensor in state.items() if name not in given and id(tensor) not in ties]
+    for names, why in ((missing, "missing"), (unknown, "of another name, shape or kind of codes than the model's")):
+        if names:
+            raise FP8BackendError(f"{listed(names)} in the checkpoint: {why}; nothing was loaded")
+
+
+_OF_ACTIVATIONS = ("input_scale", "scale_input", "input_global_scale", "k_scale", "v_scale")
+"""Names of scales for activations and caches in a checkpoint."""
+
+
+def _read(source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
+    if isinstance(source, Mapping):
+        return source
+    from safetensors.torch import load_file
+
+    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else [Path(source)]
+    if not files or not all(file.is_file() for file in files):
+        raise FP8BackendError(f"{os.fspath(source)}: neither a safetensors file nor a folder of them")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _replace_codes(
-    layers: list[tuple[str, nn.Module, Kind]], new_weight: Callable[[nn.Linear, Kind], torch.Tensor]
+    layers: list[tuple[str, nn.Module, Kind]],
+    new_weight: Callable[[nn.Linear, Kind], torch.Tensor],
+    new_parameter: Callable[[BlockCodes], nn.Parameter],
+    dtype: torch.dtype,
 ) -> None:
-    """Make these layers plain with another weight, all of them or none."""
+    """Make these layers plain with another weight, or another Parameter in place of packed codes: all, or none."""
     for name, layer, kind in layers:
         _refuse(name, layer, kind)
     for name, layer, kind in layers:
-        if layer.weight.dtype == E4M3.dtype:  # else tied to an earlier layer
+        if "weight_packed" in layer._parameters:
+            packed = BlockCodes.of(layer._parameters, dtype, layout_of(layer._parameters))
+            del layer._parameters["weight_packed"]
+            layer.__dict__["_parameters"] = {"weight": new_parameter(packed), **layer._parameters}
+        elif layer.weight.dtype == E4M3.dtype:  # else tied to an earlier layer
             swap(layer.weight, new_weight(layer, kind), f"{name}.weight")
+            if isinstance(layer.weight, BlockCodes):
+                layer.weight.requires_grad_(False)
         _make_plain(layer, kind)
 
 
@@ -160,10 +294,11 @@ def _forget(model: nn.Module) -> None:
     save_plain(model)
 
 
-def _has_square_blocks(layer: nn.Module, kind: Kind) -> bool:
+def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
+    """Return True for packed codes, and for FP8 in square blocks."""
     weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
-    if weight is None or scales is None or weight.dtype != E4M3.dtype or scales.dim() != 2 or weight.requires_grad:
-        return False
+    if weight is None or scales is None or weight.dtype != E4M3.dtype or scales.dim() != 2:
+        return "weight_packed" in layer._parameters
     is_linear = kind.class_name in ("", type(layer).__name__)  # a subclass has its own product
     return is_linear and _block(layer, kind) == (SQUARES.rows, SQUARES.columns)
 
@@ -178,7 +313,18 @@ def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) ->
 
 def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
     """Raise `FP8BackendError` if the codes of a layer cannot become values (any more)."""
-    weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
+    parameters = layer._parameters
+    if "weight_packed" in parameters:
+        layout, why = layout_of(parameters), "its packed codes are neither NVFP4 nor MXFP4, or have zero points"
+        if layout is not None and "weight_zero_point" not in parameters:
+            parts = tuple(parameters[part] for part in layout.parts)
+            absent = any(is_distributed(part) or part.is_meta for part in parts)
+            shape = layer.out_features, layer.in_features
+            why = "its codes are sharded, or not loaded yet" if absent else layout.unfit(parts, shape)
+        if why:
+            raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
+        return
+    weight, scales = parameters.get("weight"), parameters.get(kind.scale)
     if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() != 2:
         what = "its weight is no matrix of E4M3 codes"
         if kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:

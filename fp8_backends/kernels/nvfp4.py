@@ -59,11 +59,9 @@ def quantized(x: torch.Tensor, height: int = 1, key: torch.Tensor | None = None)
     random = None
     if key is not None:  # ranks with the same seed round other values by other bits, so that their mean gains
         random = random_bits(mixed(key ^ amax.view(torch.int32)), 0, values.numel()).view_as(values)
-    codes = cast(values, random)
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
     repeated = scales.view(torch.uint8).repeat_interleave(height, 0)[: x.shape[0]].flatten()
     header = F.pad(scale_inv_of(tensor_scale(amax), amax).reshape(1).view(torch.uint8), (0, HEADER - 4))
-    return Quantized(packed, torch.cat([header, repeated]))
+    return Quantized(packed(cast(values, random)), torch.cat([header, repeated]))
 
 
 def cast(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,10 +111,20 @@ def transformed(x: torch.Tensor) -> torch.Tensor:
 def dequantized(q: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes times block scales, exact in bf16 and FP32: [rows, columns] of dtype; and the tensor scale, FP32,
     0-dim."""
-    nibbles = torch.stack([q.codes & 15, q.codes >> 4], -1).flatten(1)
-    values = decoded((nibbles & 7) | (nibbles & 8) << 4, E2M1).unflatten(1, (-1, BLOCK))
     scale, blocks = parts_of(q)
-    return (values * blocks.float().unsqueeze(2)).flatten(1).to(dtype), scale
+    return (unpacked(q.codes).unflatten(1, (-1, BLOCK)) * blocks.float().unsqueeze(2)).flatten(1).to(dtype), scale
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes in the four low bits, uint8 [rows, even columns], two to a byte, the first in the low bits."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of packed codes, FP32 [rows, 2 * columns], signs of zeros included."""
+    pairs = torch.arange(256, device=codes.device).to(torch.uint8)
+    pairs = torch.stack([pairs & 15, pairs >> 4], -1)
+    return F.embedding(codes.int(), decoded((pairs & 7) | (pairs & 8) << 4, E2M1)).flatten(1)
 
 
 def parts_of(q: Quantized) -> tuple[torch.Tensor, torch.Tensor]:

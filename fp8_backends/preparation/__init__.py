@@ -19,6 +19,7 @@ from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
 from ..rules import preconditions
 from ..states import original
+from ..tensors.block_codes import SQUARE_CODES
 from ..torch_tools.modules import check_is_module
 from ..torch_tools.optimizers import check_is_optimizer
 from ..words import shown
@@ -87,7 +88,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     fsdp2.reshard(model)  # gathered weights are no Parameters
     preconditions.check_model(model, recipe)
     compute = compute_of(recipe)
-    if compute.takes_block_codes(recipe):
+    if compute.takes_block_codes(recipe, SQUARE_CODES):
         quantized_layers.freeze_codes(model)
     prepared = conversion.convert(model, recipe)
     quantized_layers.save_plain(model)

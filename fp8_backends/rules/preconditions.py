@@ -11,6 +11,7 @@ from .. import rules
 from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
+from ..compute.mixed import compute_of
 from ..convert import conversion, features, quantized_layers
 from ..convert.conversion import prepared_roots
 from ..convert.weight_products import offloaded_modules
@@ -37,7 +38,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert in its state."""
     check_machine(recipe)
     features.run("check_model", model, recipe)
-    quantized_layers.check(model)
+    quantized_layers.check(model, recipe, compute_of(recipe))
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise FP8BackendError(
             "tensors of torch.inference_mode() can never train: build and prepare the model outside (it may run inside)"

@@ -1,30 +1,112 @@
-"""`BlockCodes`: a frozen matrix of an FP8 checkpoint, E4M3 codes with a scale for each 128 x 128 block, as one
-`torch.Tensor`.
+"""`BlockCodes`: a frozen matrix of a checkpoint, codes with scales of blocks, as one `torch.Tensor`.
 
-    value = code * scale_inv        codes: [out, in]; scale_inv: FP32 [ceil(out / 128), ceil(in / 128)], any numbers
+    value = code * scale_inv                                E4M3: 128 x 128 values under an FP32 scale, or all of them
+    value = code * (scale_inv / or * tensor_scale)          NVFP4: E2M1, 16 values of a row under an E4M3 scale
+    value = code * 2**(scale_inv - 127)                     MXFP4: E2M1, 32 values of a row under an E8M0 scale
 
-It keeps the checkpoint's codes to the bit. Products read the codes; every other operation reads plain values. Copying a
-whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
+It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares; every other operation reads plain
+values. Copying a whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import FP8BackendError
-from ..formats.formats import E4M3
-from ..formats.scaling import SQUARES, Quantized
+from ..formats.formats import E2M1, E4M3
+from ..formats.scaling import MX, NVFP4, SQUARES, Blocks, Quantized, e8m0_values, tensor_amax
+from ..kernels import nvfp4
 from .scaled_operations import UNSAFE_VIEWS, returns_view, written_to
 from .scaled_tensor import WithoutMemory
 from .state_dict_copies import StateDictCopies
 
 aten = torch.ops.aten
-_STORED = ("codes", "scale_inv", "state_dict_copies")
+_PARTS = ("codes", "scale_inv", "tensor_scale")
+_STORED = (*_PARTS, "code_layout", "state_dict_copies")
 REFUSAL = (
-    "would change the frozen codes of an FP8 checkpoint in place: fp8_backends.restore(model) makes weights "
+    "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes weights "
     "plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
 )
+
+
+class CodeLayout(NamedTuple):
+    """Codes and scales of a matrix, and their names in a checkpoint after the layer's."""
+
+    name: str
+    blocks: Blocks | None
+    """Values under one scale; None: all."""
+    parts: dict[str, torch.dtype]
+    """Codes, scales and the tensor's scale, if there is one."""
+
+    def __deepcopy__(self, memo: dict) -> "CodeLayout":
+        return self
+
+    @property
+    def is_packed(self) -> bool:
+        """Return True for E2M1 codes, two to a byte, the first in the low bits."""
+        return next(iter(self.parts.values())) == torch.uint8
+
+    def shape(self, codes: torch.Tensor) -> torch.Size:
+        return torch.Size((codes.shape[0], codes.shape[1] * 2)) if self.is_packed else codes.shape
+
+    def values(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize, with the roundings of compressed-tensors and ModelOpt: the scale and the product in FP32."""
+        codes, scales, *tensor_scale = parts
+        numbers = nvfp4.unpacked(codes) if self.is_packed else codes.float()
+        scales = e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
+        if tensor_scale:
+            scales = scales * tensor_scale[0] if self is MODELOPT_NVFP4 else scales / tensor_scale[0]
+        if self.is_packed:  # in place: FP32 takes eight times the codes
+            return numbers.unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(2)).flatten(1).to(dtype)
+        if self.blocks is None:
+            return (numbers * scales).to(dtype)
+        return self.blocks.dequantize(Quantized(numbers, scales), dtype)
+
+    def unfit(self, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str | None:
+        """Return the reason why these parts hold no weight of this shape, or None."""
+        codes, *scales = parts
+        sides = self.blocks[:2] if self.blocks else shape
+        grid = torch.Size(-(-size // side) for size, side in zip(shape, sides, strict=True))
+        alone = scales[1:] if self.blocks else scales
+        fits = (
+            codes.dim() == 2 and self.shape(codes) == torch.Size(shape) and (scales[0].shape == grid or alone == scales)
+        )
+        if fits and all(scale.numel() == 1 for scale in alone) and not (self.is_packed and shape[1] % sides[1]):
+            return None
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        return f"{self.name} codes and scales of shapes {shapes} hold no weight of shape {tuple(shape)}"
+
+
+SQUARE_CODES = CodeLayout("E4M3", SQUARES, {"weight": E4M3.dtype, "weight_scale_inv": torch.float32})
+TENSOR_CODES = CodeLayout("E4M3 with one scale", None, {"weight": E4M3.dtype, "scale_weight": torch.float32})
+PACKED_NVFP4 = CodeLayout(
+    "NVFP4",
+    NVFP4,
+    {"weight_packed": torch.uint8, "weight_scale": E4M3.dtype, "weight_global_scale": torch.float32},
+)
+MODELOPT_NVFP4 = CodeLayout(
+    "NVFP4 of ModelOpt",
+    NVFP4,
+    {"weight": torch.uint8, "weight_scale": E4M3.dtype, "weight_scale_2": torch.float32},
+)
+PACKED_MXFP4 = CodeLayout("MXFP4", MX, {"weight_packed": torch.uint8, "weight_scale": torch.uint8})
+LAYOUTS = {each.name: each for each in (SQUARE_CODES, TENSOR_CODES, PACKED_NVFP4, MODELOPT_NVFP4, PACKED_MXFP4)}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor | None]) -> CodeLayout | None:
+    """Return the layout of a layer's tensors by their names and dtypes; None for any other layer."""
+
+    def has(layout: CodeLayout) -> bool:
+        return all(getattr(tensors.get(name), "dtype", None) == dtype for name, dtype in layout.parts.items())
+
+    return next(filter(has, LAYOUTS.values()), None)
+
+
+def is_decoded(weight: torch.Tensor) -> bool:
+    """Return True for codes that products read as values: all but E4M3 in squares."""
+    return isinstance(weight, BlockCodes) and weight.code_layout is not SQUARE_CODES
 
 
 class Frozen(WithoutMemory):
@@ -54,44 +136,67 @@ class Frozen(WithoutMemory):
 
 
 class BlockCodes(Frozen):
-    """A frozen matrix stored as codes and scales. PyTorch sees the dtype of its values."""
+    """A frozen matrix stored as codes and scales. PyTorch sees the shape and dtype of its values."""
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
-        )
+    def __new__(cls, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES):
+        shape = layout.shape(parts[0])
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
 
-    def __init__(self, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
-        self.codes, self.scale_inv, self.state_dict_copies = data, scale_inv, StateDictCopies()
+    def __init__(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES) -> None:
+        self.__dict__.update(zip(_PARTS, parts, strict=False))
+        self.code_layout, self.state_dict_copies = layout, StateDictCopies()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, layout: CodeLayout) -> "BlockCodes":
+        """Hold the tensors of a checkpoint's layer, by their names in `layout.parts`."""
+        return cls([tensors[name].detach().contiguous() for name in layout.parts], dtype, layout)
+
+    @classmethod
+    def encoded(cls, values: torch.Tensor, layout: CodeLayout) -> "BlockCodes":
+        """Round values [rows, columns] to NVFP4 or MXFP4."""
+        if layout is PACKED_NVFP4:
+            codes = nvfp4.quantized(values)
+            parts = codes.codes, nvfp4.parts_of(codes)[1], nvfp4.tensor_scale(tensor_amax(values)).reshape(1)
+            return cls(parts, values.dtype, layout)
+        amax = MX.amax(values)
+        scale = MX.scale(amax, E2M1)
+        codes = nvfp4.cast((MX.tiles(values).float() * scale.unsqueeze(1).unsqueeze(3)).view(values.shape))
+        return cls((nvfp4.packed(codes), MX.inverse(scale, amax)), values.dtype, layout)
 
     def exact(self) -> torch.Tensor:
         """Return the plain values, in the tensor's dtype."""
         self.state_dict_copies.check()
-        return SQUARES.dequantize(Quantized(*self.parts), torch.float32).to(self.dtype)
+        return self.code_layout.values(self.parts, self.dtype)
 
     @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales."""
-        return self.codes, self.scale_inv
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Codes, scales, and the tensor's scale if there is one."""
+        return tuple(self.__dict__[name] for name in _PARTS[: len(self.code_layout.parts)])
 
     def __tensor_flatten__(self):
-        return ["codes", "scale_inv"], self.dtype
+        return _PARTS[: len(self.parts)], (self.dtype, self.code_layout.name)
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors, dtype, outer_size, outer_stride):
-        return BlockCodes(inner_tensors["codes"], inner_tensors["scale_inv"], dtype)
+    def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+        dtype, layout = context
+        return BlockCodes([inner_tensors[name] for name in _PARTS if name in inner_tensors], dtype, LAYOUTS[layout])
 
     def __repr__(self) -> str:
-        return f"BlockCodes({list(self.shape)} {self.dtype}, stored as E4M3, one scale for 128 x 128 elements)"
+        blocks = self.code_layout.blocks
+        one = f"one scale for {blocks.rows} x {blocks.columns} elements" if blocks else "one scale"
+        return f"BlockCodes({list(self.shape)} {self.dtype}, stored as {self.code_layout.name}, {one})"
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in _STORED}
-        return _rebuild, (self.codes.view(torch.uint8), self.scale_inv, self.dtype, others)
+        parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in self.parts]
+        return _rebuild, (parts, self.dtype, others, self.code_layout.name)
 
 
-def _rebuild(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, others: dict[str, Any]) -> BlockCodes:
-    tensor = BlockCodes(data.view(E4M3.dtype), scale_inv, dtype)
+def _rebuild(parts: list[torch.Tensor], dtype: torch.dtype, others: dict[str, Any], layout: str) -> BlockCodes:
+    layout = LAYOUTS[layout]
+    dtypes = layout.parts.values()
+    tensor = BlockCodes([part.view(kind) for part, kind in zip(parts, dtypes, strict=True)], dtype, layout)
     tensor.__dict__.update(others)
     return tensor
 
@@ -150,30 +255,48 @@ def _plain(value: Any) -> Any:
 
 
 def _same(func, tensor, *args, **kwargs):
-    return BlockCodes(*tensor.parts, tensor.dtype)
+    return BlockCodes(tensor.parts, tensor.dtype, tensor.code_layout)
 
 
 def _part_by_part(func, tensor, *, dtype=None, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     options = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    return BlockCodes(*(func(part, **options) for part in tensor.parts), dtype or tensor.dtype)
+    return BlockCodes([func(part, **options) for part in tensor.parts], dtype or tensor.dtype, tensor.code_layout)
 
 
 def _copy_(func, target, source, non_blocking=False):
-    """Copy codes; encode plain values with the present scales, so that saved values of these codes give the same codes
-    again. A block with larger values gets a new scale."""
-    if not isinstance(source, BlockCodes):
-        values = source.to(target.device, torch.float32).expand(target.shape)
-        amax, scale_inv = SQUARES.amax(values), target.scale_inv
-        # values up to half a step above 448 round to it
-        fits = amax <= scale_inv * (E4M3.max + 16)
-        scale_inv = torch.where(fits, scale_inv, SQUARES.inverse(SQUARES.scale(amax, E4M3), amax))
-        factor = torch.where(scale_inv > 0, scale_inv.reciprocal(), torch.zeros_like(scale_inv))
-        source = BlockCodes(SQUARES.cast(values, factor, E4M3), scale_inv, target.dtype)
+    """Copy codes, or plain values: E4M3 in squares encodes them with the present scales, so that saved values of these
+    codes give the same codes again, and a block with larger values gets a new scale; other codes only keep their own.
+    """
+    if not isinstance(source, BlockCodes) or source.code_layout is not target.code_layout:
+        values = _plain(source).to(target.device).expand(target.shape)
+        source = _encoded(values, target) if target.code_layout is SQUARE_CODES else _own(values, target)
     target.state_dict_copies.accept()
-    target.codes.copy_(source.codes, non_blocking)
-    target.scale_inv.copy_(source.scale_inv, non_blocking)
+    for part, new in zip(target.parts, source.parts, strict=True):
+        part.copy_(new, non_blocking)
+    return target
+
+
+def _encoded(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
+    values = values.to(torch.float32)
+    amax, scale_inv = SQUARES.amax(values), target.scale_inv
+    # values up to half a step above 448 round to it
+    fits = amax <= scale_inv * (E4M3.max + 16)
+    scale_inv = torch.where(fits, scale_inv, SQUARES.inverse(SQUARES.scale(amax, E4M3), amax))
+    factor = torch.where(scale_inv > 0, scale_inv.reciprocal(), torch.zeros_like(scale_inv))
+    return BlockCodes((SQUARES.cast(values, factor, E4M3), scale_inv), target.dtype)
+
+
+def _own(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
+    """Return the target itself if these are its values, in the narrower of both dtypes."""
+    narrower = min(values.dtype, target.dtype, key=lambda dtype: dtype.itemsize)
+    if not torch.equal(values.to(narrower), target.code_layout.values(target.parts, target.dtype).to(narrower)):
+        raise FP8BackendError(
+            f"frozen {target.code_layout.name} codes cannot take other values without a loss: load the checkpoint of "
+            "these codes, or make the weights plain first (fp8_backends.restore(model), or "
+            "fp8_backends.checkpoints.dequantize(model))"
+        )
     return target
 
 

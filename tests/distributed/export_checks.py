@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fp8_backends
-from fp8_backends.errors import FP8BackendError
+from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.tensors.block_codes import PACKED_NVFP4, BlockCodes
 from fp8_backends.tensors.scaled_tensor import dequantize_shards
 from fp8_backends.tensors.sharded_tensor import is_distributed
 
@@ -159,6 +160,33 @@ def check_ddp_trains_adapters_over_codes_of_first_rank():
         losses.append(loss.item())
     assert losses[2] < losses[0]
     assert all(same(each, part) for each, part in zip(first, model.base.weight.parts, strict=True))
+
+
+def check_ddp_trains_over_four_bits_of_first_rank_and_fsdp2_is_refused():
+    spec = fp8_backends.NativeRecipeKwargs(exclude=["0"])
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
+    model[1].weight = torch.nn.Parameter(BlockCodes.encoded(weight, PACKED_NVFP4), requires_grad=False)
+    first = [part.clone() for part in model[1].weight.parts]
+    for part in first:
+        dist.broadcast(part.view(torch.uint8), 0)
+    fp8_backends.prepare(model, None, spec)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    fp8_backends.prepare(ddp, optimizer, spec)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            ddp(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(same(each, part) for each, part in zip(first, model[1].weight.parts, strict=True))
+    fully_shard(model)
+    try:
+        fp8_backends.prepare(model, None, spec)
+    except RecipeError as error:
+        assert "nor do codes of a checkpoint" in str(error)
+    else:
+        raise AssertionError("FSDP2 took plain values in place of the codes")
 
 
 if __name__ == "__main__":

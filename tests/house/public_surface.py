@@ -88,6 +88,8 @@ def train() -> dict[str, object]:
         plain.state_dict()
     fp8_backends.restore(model)
     names: list[str] = fp8_backends.checkpoints.dequantize(model, dtype=torch.bfloat16)
+    names += fp8_backends.checkpoints.freeze_codes(model)
+    names += fp8_backends.checkpoints.load_codes(model, "model.safetensors", prefix="net.")
     audit: Audit = fp8_backends.audit(model, optimizer)
     share: float = audit.flops_share
     return {"share": share, "width": width, "names": names, "none": none, "seen": seen}

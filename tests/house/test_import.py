@@ -93,8 +93,8 @@ def test_public_names_are_the_contract():
     recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
     errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
     assert set(fp8_backends.__all__) == functions | recipes | errors
-    moved = {"Export", "dequantize", "export", "newest_checkpoint", "plain_weights", "whole_states"}
-    moved |= {"RolloutWeights", "rollout_weights"}
+    moved = {"Export", "dequantize", "export", "freeze_codes", "load_codes", "newest_checkpoint", "plain_weights"}
+    moved |= {"RolloutWeights", "rollout_weights", "whole_states"}
     assert set(fp8_backends.checkpoints.__all__) == moved and not moved & set(vars(fp8_backends))
 
 

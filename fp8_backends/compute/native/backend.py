@@ -17,6 +17,7 @@ from ...errors import RecipeError
 from ...formats.formats import E2M1, RECIPE_FORMATS
 from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...kernels.triton_gate import usable
+from ...tensors.block_codes import SQUARE_CODES, CodeLayout, is_decoded
 from ...tensors.parameter_swap import swap
 from ...tensors.sharded_tensor import device_of, is_distributed, local_part
 from ...tensors.statistics import Cast
@@ -102,7 +103,8 @@ class NativeCompute(Compute):
 
     def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
         rule = layer.fp8_rule._replace(high_precision=(True, True, True)) if recipe is None else layer_rule(recipe)
-        layer.fp8_rule = rule._replace(fast_accumulation=layer.fp8_rule.fast_accumulation)
+        before = layer.fp8_rule
+        layer.fp8_rule = rule._replace(fast_accumulation=before.fast_accumulation, frozen_weight=before.frozen_weight)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
@@ -118,12 +120,14 @@ class NativeCompute(Compute):
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
-        if recipe.fp8_params:
-            layers = self.converted_layers(root)
+        layers = self.converted_layers(root)
+        if layers := {name: layer for name, layer in layers.items() if layer.fp8_rule.frozen_weight}:
             freeze(root, layers, lambda weight: isinstance(weight, FROZEN), lambda weight, _: frozen(weight), _thaw)
 
-    def takes_block_codes(self, recipe: Recipe) -> bool:
-        return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
+    def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
+        if layout is SQUARE_CODES:
+            return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
+        return recipe.level == "O0"
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for shared in self._shared(root):
@@ -151,7 +155,10 @@ class NativeCompute(Compute):
     def transient_bytes_per_element(self, module: KeepsLedger) -> float:
         # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
         # weight stored in FP8 is its own codes
-        rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
+        rule, weight = module.fp8_rule, local_part(module.weight)
+        if is_decoded(weight):  # each product casts its values
+            return 0.0
+        weight = Stored.of(weight)
         if weight.is_in(rule.forward_format):
             return 0.0
         for_dgrad = not rule.dgrad_reads_weight
@@ -294,9 +301,12 @@ def _thaw(layer: nn.Module) -> None:
 def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
-    if recipe.fp8_params:
+    rule = layer_rule(recipe)
+    if is_decoded(carrier.weight):
+        rule = rule._replace(frozen_weight=f"from {carrier.weight.code_layout.name}")
+    if rule.frozen_weight:
         check(carrier)
-    carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+    carrier.set_rule(rule, shared, recipe.amax_history_len)
     carrier.fp8_cut = parallel("cut_of", layer, layer._parameters.get("weight"), carrier.transposed_weight)
     return carrier
 
@@ -315,7 +325,7 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         gradient,
         tuple(recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
-        bool(recipe.fp8_params),
+        "stored" if recipe.fp8_params else "",
         recipe.activation_comm == "fp8",
         sums=recipe.sums,
         others=tuple(layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None for kind in KINDS),

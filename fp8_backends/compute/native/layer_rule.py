@@ -29,7 +29,7 @@ from ...kernels import nvfp4
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...tensors import gathered_codes
-from ...tensors.block_codes import BlockCodes
+from ...tensors.block_codes import BlockCodes, is_decoded
 from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
@@ -123,8 +123,8 @@ class LayerRule(NamedTuple):
     high_precision: tuple[bool, bool, bool]
     """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
     fp8_in_eval: bool
-    frozen_weight: bool = False
-    """True for a frozen FP8 weight (`fp8_params`)."""
+    frozen_weight: str = ""
+    """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" 4-bit codes of a checkpoint."""
     fp8_activations: bool = False
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
@@ -190,7 +190,7 @@ class LayerRule(NamedTuple):
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
-        stored = " stored" if self.frozen_weight else ""
+        stored = f" {self.frozen_weight}" if self.frozen_weight else ""
         high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
         sums = "" if self.sums == EXACT else f",sums:{self.sums}"
         slow = "" if self.fast_accumulation else ",fast accumulation off"
@@ -311,6 +311,8 @@ class Stored(NamedTuple):
             return cls(*weight.read_by(product))
         if isinstance(weight, (BlockCodes, ScaledTensor)) and not torch.compiler.is_compiling():
             weight.state_dict_copies.check()
+        if is_decoded(weight):  # the rule casts the values, as a plain weight's
+            return cls(weight.code_layout.values(weight.parts, weight.dtype), None)
         if isinstance(weight, BlockCodes):
             return cls(*weight.parts)
         if not isinstance(weight, ScaledTensor):

@@ -12,7 +12,7 @@ from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...kernels import nvfp4
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
-from ...tensors.block_codes import BlockCodes
+from ...tensors.block_codes import BlockCodes, is_decoded
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.scaled_tensor import ScaledTensor, quantize
@@ -43,7 +43,8 @@ from .scaling_states import KeepsLedger, Ledger, SharedCodes
 FROZEN = (ScaledTensor, BlockCodes)
 """Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor has E4M3 codes with
 one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved weight is loaded to the bit. BlockCodes
-keep the codes of an FP8 checkpoint, with a scale for 128 x 128 values."""
+keep the codes of a checkpoint: FP8 with a scale for 128 x 128 values, or others that the rule's cast reads as values.
+"""
 
 
 def frozen(weight: torch.Tensor) -> ScaledTensor:
@@ -124,7 +125,8 @@ class FP8Products(KeepsLedger):
         state = self.fp8_scaling
         recorded = state if differentiable and self.training else None
         x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
-        w8 = self._quantized_weight(matrix, cut, differentiable and input.requires_grad, recorded)
+        for_dgrad = differentiable and input.requires_grad and not is_decoded(self.weight)
+        w8 = self._quantized_weight(matrix, cut, for_dgrad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
         noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
         # before the product: checkpointing's second forward stops at its last saved tensor
@@ -242,8 +244,12 @@ class FP8Products(KeepsLedger):
             self.weight.state_dict_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        before = self.weight
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):  # `assign=True`: another Parameter
+        if isinstance(before, BlockCodes) and not isinstance(self.weight, BlockCodes):  # `assign=True`
+            values, self.weight = self.weight.detach(), before
+            before.copy_(values)
+        elif self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):  # `assign=True`: another Parameter
             self.weight = nn.Parameter(frozen(self.weight), requires_grad=False)
 
 
@@ -276,7 +282,7 @@ class LinearFunction(torch.autograd.Function):
             saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
         if ctx.needs_input_grad[0]:
             is_gathered = isinstance(weight, GatheredCodes)
-            if is_gathered or rule.dgrad_reads_weight:
+            if is_gathered or rule.dgrad_reads_weight or is_decoded(weight):
                 # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
                 # after forward and puts new data in for backward, and frees nothing that is still referenced
                 saved_for_dgrad = Stored(weight, None) if is_gathered or stored.scale_inv is None else stored
@@ -304,7 +310,7 @@ class LinearFunction(torch.autograd.Function):
             dy8 = cast_operand(dy, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest, split)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
-            weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed)
+            weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed, ctx.state)
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
@@ -325,11 +331,17 @@ def cast_operand(matrix, rule, state, tensor, rows, columns, record, split) -> L
     )
 
 
-def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
+def _weight_for_dgrad(rule, weight, scale_inv, transposed, state) -> Stored:
     """Orient the saved weight for `_dgrad`."""
     if isinstance(weight, GatheredCodes):
         stored = Stored.of(weight, gathered_codes.DGRAD)
         return stored.t() if transposed == rule.dgrad_reads_weight else stored
+    if is_decoded(weight):  # again: kept codes would take more memory than its own
+        matrix = Stored.of(weight)
+        if rule.dgrad_reads_weight:
+            return matrix
+        rule = rule.of(DGRAD)
+        return Stored(*quantized(matrix.data, rule.forward_format, rule, state, WEIGHT, rows=False).along_rows())
     stored = Stored(weight, scale_inv)
     return stored.t() if transposed and rule.dgrad_reads_weight else stored
 

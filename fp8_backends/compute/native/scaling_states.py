@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...formats.formats import E5M2
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
+from ...tensors.block_codes import is_decoded
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, ProductCounts
 from ..products import emulates, engine_for
@@ -159,6 +160,8 @@ class SharedCodes:
 
 def _is_whole(weight: torch.Tensor) -> bool:
     """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3 does)."""
+    if is_decoded(weight):
+        return False  # kept codes would take more memory than its own
     data = Stored.of(weight).data
     plain = type(data) is torch.Tensor and data.device.type != "meta"
     return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
