@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8_backends
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.layer_rule import Split
-from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, new_window_state
@@ -351,7 +350,7 @@ def check_layers_with_same_input_share_its_codes() -> None:
     _, together = both(Net(), "native:dynamic")
     h = together.norm(normal(2, 4, WIDTH))
     before = together.up(h) * together.other(h)
-    shared = conversion.prepared_roots(together)[0][2].shared
+    shared = together.up.fp8_shared
     assert len(shared._inputs[h][1]) == 1
     h.mul_(2)
     together.up(h)

@@ -85,8 +85,8 @@ class NativeCompute(Compute):
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
         if (recipe.scaling == "nvfp4" or recipe.by_product) and is_parallel(linear) and is_distributed(linear.weight):
-            which = "products by several rules" if recipe.by_product else "native:nvfp4"
-            return f"cut over ranks: {which} cannot multiply parts of a layer (native:mxfp8 can)"
+            which = "native with several rules" if recipe.by_product else "native:nvfp4"
+            return f"cut over ranks: {which} has no products for parts of a layer (native:mxfp8 has)"
         return super().unfit(linear, recipe) or parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:

@@ -517,7 +517,7 @@ def test_sizes_unsupported_by_te_stay_plain_by_name():
 def test_fast_accumulation_off_is_the_split_accumulator_of_forward(scaling, given, split, monkeypatch):
     made = nn.Sequential(*(nn.Linear(32, 32) for _ in split))
     prepare(made, None, TERecipeKwargs(scaling=scaling, fast_accumulation=given))
-    before = str(prepared_roots(made)[0][2].shared.te_recipe)
+    before = str(made[0].te_state.te_recipe)
     calls, general_gemm = [], te_linear.general_gemm
 
     def spy(*args, use_split_accumulator=False, **kwargs):
@@ -527,5 +527,5 @@ def test_fast_accumulation_off_is_the_split_accumulator_of_forward(scaling, give
     monkeypatch.setattr(te_linear, "general_gemm", spy)
     made(torch.randn(16, 32).requires_grad_()).sum().backward()
     assert calls[:3] == [bool(each) for each in split] and calls[3:] == [True] * 6
-    assert str(prepared_roots(made)[0][2].shared.te_recipe) == before
+    assert str(made[0].te_state.te_recipe) == before
     assert all(("fast accumulation off" in repr(layer)) == bool(each) for layer, each in zip(made, split, strict=True))
