@@ -403,7 +403,7 @@ class BackendField(KwargsHandler):
 
     backend: str | None = setting(None, word)
     """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, the choice for
-    this machine)."""
+    this machine); or a file with fields, recipe.yaml."""
 
 
 def _declared(*holders: type) -> dict[str, Field]:

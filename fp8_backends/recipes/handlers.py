@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -41,8 +42,8 @@ from .fields import (
     readers,
     unknown_field,
 )
-from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
-from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
+from .sources import environment_fields, environment_name, file_source, foreign_fields, is_launched, own_names
+from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, names_file, parse_backend, scaling_name
 
 
 class TransformerEngineRecipe(Protocol):
@@ -53,9 +54,9 @@ class TransformerEngineRecipe(Protocol):
         """Its `Format`."""
 
 
-Spec: TypeAlias = "str | Mapping[str, Any] | Recipe | TransformerEngineRecipe | None"
-"""A backend string, a dictionary `{"backend": …, field: value}`, a recipe; None picks for this machine. Handlers of
-Accelerate are valid, too; they have no types."""
+Spec: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Recipe | TransformerEngineRecipe | None"
+"""A backend string, the path of a recipe file, a dictionary `{"backend": …, field: value}`, a recipe; None picks for
+this machine. Handlers of Accelerate are valid, too; they have no types."""
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 _MXFP8 = "use_mxfp8_block_scaling"
@@ -248,6 +249,13 @@ def _explains_names(cls: type) -> type:
         kwargs, renamed = own_names(kwargs)
         if renamed and not args and "backend" in names:
             kwargs.setdefault("backend", "te")
+        backend = kwargs.get("backend", args[0] if args else None)
+        if "backend" in names and names_file(backend):
+            in_file = file_source(backend).fields
+            try:
+                return self.__init__(**_over(in_file, {**dict(zip(names, args, strict=False)), **kwargs}))
+            except RecipeError as error:
+                raise RecipeError(f"{backend}: {error}") from None
         unknown = [name for name in kwargs if name not in names]
         if unknown and "backend" in names:
             declared = _fields_by_string(kwargs.get("backend", args[0] if args else None))
@@ -260,6 +268,14 @@ def _explains_names(cls: type) -> type:
 
     cls.__init__ = __init__
     return cls
+
+
+def _over(in_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe file's fields, overridden by the given ones. The file's string is split into naming fields."""
+    asked = asked_backend(in_file)
+    names = {"backend": asked.compute, "scaling": asked.scaling, "opt_level": asked.level}
+    over = {name: value for name, value in given.items() if name != "backend"}
+    return {**in_file, **{name: value for name, value in {**names, **over}.items() if value is not None}}
 
 
 def _fields_by_string(backend: Any) -> dict[str, Field]:
@@ -446,8 +462,9 @@ def resolve(spec: Spec = None) -> FP8RecipeKwargs:
     """Return the recipe for `spec`, with every default filled in.
 
     Args:
-        spec: a backend string, a recipe of this package, a recipe handler of Accelerate, a dict
-            `{"backend": …, field: value}`, a recipe object of TransformerEngine; None or "auto" picks for this machine.
+        spec: a backend string, the path of a recipe file, a recipe of this package, a recipe handler of Accelerate, a
+            dict `{"backend": …, field: value}`, a recipe object of TransformerEngine; None or "auto" picks for this
+            machine.
 
     Raises:
         RecipeError: unknown strings, fields and combinations, each with the valid ones. Missing hardware or libraries
@@ -509,8 +526,8 @@ def _as_recipe(spec: Any) -> FP8RecipeKwargs:
         return spec
     if isinstance(spec, Recipe):
         return FP8RecipeKwargs(**{"backend": spec.backend_name, **spec.to_kwargs()})
-    if spec is None or isinstance(spec, str):
-        return FP8RecipeKwargs(backend=spec)
+    if spec is None or isinstance(spec, (str, os.PathLike)):
+        return FP8RecipeKwargs(backend=spec if spec is None else os.fspath(spec))
     if isinstance(spec, Mapping):
         return FP8RecipeKwargs(**{str(name): value for name, value in spec.items()})
     fields_of_spec = foreign_fields(spec)

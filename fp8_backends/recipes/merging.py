@@ -12,12 +12,14 @@ from ..errors import RecipeError
 from ..words import shown
 from .fields import NAMING
 from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs, refusal_of
-from .sources import Source, foreign_fields
-from .strings import AUTO, BackendName, parse_backend, scaling_name
+from .sources import Source, file_source, foreign_fields
+from .strings import AUTO, BackendName, names_file, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first. Raises `RecipeError` with the field's place."""
+    """Merge the fields of these places, the strongest first. A recipe file in a place is weaker than the place's other
+    fields. Raises `RecipeError` with the field's place."""
+    sources = [part for source in sources for part in _without_file(source)]
     naming = _merged_naming(sources)
     fields = dict(naming)
     for source in sources:
@@ -30,6 +32,14 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
             elif name not in source.idle:
                 raise RecipeError(f"{source.places[name]}: {refusal}")
     return fields
+
+
+def _without_file(source: Source) -> list[Source]:
+    """Return the place's own fields, followed by those of the recipe file in its backend."""
+    backend = source.fields.get("backend")
+    if not names_file(backend):
+        return [source]
+    return [source._replace(fields={**source.fields, "backend": None}), file_source(backend)]
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
@@ -110,11 +120,12 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LA
     code = Source(fields, {key: f"{key} of {name} in the script" for key in fields})
     places = {key: f"{key} of {origin}" for key in launched}
     launch = Source(launched, places, selects_levels=origin == LAUNCH)
-    both = (fields.keys() & launched.keys()) - {"backend"}
+    in_file = launch_recipe.to_kwargs().keys() - {*NAMING}
+    both = fields.keys() & {*launched, *in_file} - {"backend"}
     values = dict(launch_recipe.__dict__)
     if "scaling" in both:
         values["scaling"] = scaling_name(recipe.compute, values["scaling"], f"scaling of {origin}")
-    overridden = {key: launched[key] for key in sorted(both) if values[key] != fields[key]}
+    overridden = {key: launched.get(key, values[key]) for key in sorted(both) if values[key] != fields[key]}
     warning = None
     if overridden:
         warning = (

@@ -17,6 +17,7 @@ from ..compute.fields import Field, Variable, closest, flag, parsed, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field, variable_value
+from .strings import names_file
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -29,12 +30,14 @@ def read_file(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8-sig")
         values = from_json(text) if kind == "JSON" else yaml.load(text, _Loader)
     except OSError as error:
-        raise RecipeError(f"{shortened(path)}: {error.strerror or error}") from None
+        where = f" in {Path.cwd()}" if isinstance(error, FileNotFoundError) else ""
+        raise RecipeError(f"{shortened(path)}: {error.strerror or error}{where}") from None
     except Exception as error:  # PyYAML raises any error for a value that contradicts its tag, such as `!!bool x`
         reason = shortened(" ".join(str(error).split()).replace(' in "<unicode string>",', ","), 600)
         raise RecipeError(f"{shortened(path)} is no {kind} that can be read: {reason}") from None
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{shortened(path)} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
+        wanted = "a recipe, or a configuration file of Accelerate or Axolotl, is wanted"
+        raise RecipeError(f"{shortened(path)} holds no keys: {wanted}")
     return {str(key): value for key, value in values.items()}
 
 
@@ -289,7 +292,16 @@ def add_field(
     return parsed
 
 
-def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
+def file_source(path: str) -> Source:
+    """Read a recipe file, a mapping of fields (docs/launching.rst). Raises `RecipeError` with file and key."""
+    path = path.strip()
+    source = config_source(read_file(path), path, block="")
+    if names_file(source.fields.get("backend")):
+        raise RecipeError(f"{source.places['backend']}: a recipe file names a backend, not another file")
+    return source._replace(idle=frozenset(), selects_levels=True)
+
+
+def config_source(fp8_config: Mapping[str, Any] | None, source: str, block: str = "fp8_config.") -> Source:
     """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`: Accelerate's keys, those
     of `accelerate config`, and every field of a recipe, each with or without `fp8_` in front. Raises `RecipeError`,
     with key and file, for an unknown key or an invalid value."""
@@ -299,11 +311,11 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
     for key, value in (fp8_config or {}).items():
         suffix = str(key).strip().lower().removeprefix("fp8_").upper()
         if (match := find_variable(suffix)) is None:
-            raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
+            raise unknown_variable(f"{source}: {block}{key}", suffix, _key)
         field, variable = match
         if value is None or (field.name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
-        parsed = add_field(fields, places, match, value, f"{source}: fp8_config.{shortened(str(key))}={shown(value)}")
+        parsed = add_field(fields, places, match, value, f"{source}: {block}{shortened(str(key))}={shown(value)}")
         if parsed is not None and parsed in (variable.launcher_default, variable.question_default):
             idle.add(field.name)
     return Source(fields, places, frozenset(idle), selects_levels=False)

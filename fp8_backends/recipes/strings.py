@@ -1,6 +1,6 @@
 """Parse and write backend strings.
 
-COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
+COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto        recipe.yaml
 """
 
 from typing import Any, NamedTuple
@@ -51,8 +51,15 @@ def parse_backend(text: str) -> BackendName:
     return BackendName(name, scaling_name(name, rest, shown(text)) if colon else None, level)
 
 
+def names_file(backend: Any) -> bool:
+    """Return True if a backend is the path of a recipe file."""
+    return isinstance(backend, str) and backend.strip().lower().endswith((".yaml", ".yml", ".json"))
+
+
 def names_backend(precision: Any) -> bool:
-    """Return True if a mixed precision is a backend string. Raises `RecipeError` for an unknown one."""
+    """Return True if a mixed precision is a backend string or file. Raises `RecipeError` for an unknown string."""
+    if names_file(precision):
+        return True
     word = precision.strip().lower() if isinstance(precision, str) else ""
     if ":" in word or "+" in word:
         return bool(parse_backend(word))

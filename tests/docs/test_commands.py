@@ -118,6 +118,7 @@ def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
 
 
 def test_launcher_yaml_is_read(folder):
+    assert dict(resolve("recipe.yaml").layers) == {"*.down_proj": "native:mxfp8", "first": 1}
     recipe = read("fsdp.yaml").recipe
     assert (recipe.name, recipe.amax_history_len, recipe.exclude) == ("native:delayed+msamp:O3", 16, ("lm_head",))
 
@@ -132,7 +133,7 @@ def test_files_for_other_programs_agree(folder):
 
 
 def test_every_yaml_block_is_tested(folder):
-    names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml", "nodes.yaml"}
+    names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml", "nodes.yaml", "recipe.yaml"}
     assert {path.name for path in folder.glob("*.yaml")} == names
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
 

@@ -12,6 +12,7 @@ from ...compute.registry import check_available
 from ...compute.tensor_cores import CHIPS, EXACT
 from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.handlers import resolve
+from ...recipes.strings import names_file
 from ...words import counted
 from ..terminal import Progress, add_feature_flags, duration, features_of, paragraphs, table, wrapped
 from . import summary
@@ -127,16 +128,16 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 
 def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tuple[str, ...]:
-    """Return canonical names without repetitions and the reference. Raises for invalid or unavailable backends, and for
-    one that does not emulate these sums."""
+    """Return canonical names, and files, without repetitions and the reference. Raises for invalid or unavailable
+    backends, and for one that does not emulate these sums."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
             names[word.lower()] = None
             continue
-        recipe = resolve({"backend": word, "sums": sums})
+        recipe = resolve({"backend": word, "sums": None if sums == EXACT else sums})
         check_available(recipe)
-        names[recipe.name] = None
+        names[word if names_file(word) else recipe.name] = None
     names.pop(reference, None)
     return tuple(names)
 

@@ -33,6 +33,7 @@ from transformers import get_cosine_schedule_with_warmup
 import fp8_backends
 
 from ...announcement import logger
+from ...compute.tensor_cores import EXACT
 from ...evidence.auditing import incomplete_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import finite
@@ -266,7 +267,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
             # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
-    fields = settings.features | {"autocast_dtype": settings.reference, "sums": settings.sums}
+    sums = None if settings.sums == EXACT else settings.sums  # not over those of a recipe file
+    fields = settings.features | {"autocast_dtype": settings.reference, "sums": sums}
     handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 

@@ -57,12 +57,13 @@ class TrainingConfig:
 
     def use(self, backend: str) -> None:
         """Use another backend, and drop fields that it does not read, each with a note. Raises `RecipeError`."""
-        is_auto = FP8RecipeKwargs(backend=backend).compute == AUTO  # `auto` picks a backend that reads every field
-        kept: dict[str, Any] = {"backend": backend}
+        recipe = FP8RecipeKwargs(backend=backend)
+        is_auto = recipe.compute == AUTO  # `auto` picks a backend that reads every field
+        kept: dict[str, Any] = recipe.to_kwargs()  # also those of a recipe file
         for name, value in self.fields.items():
-            if name in NAMING:
+            if name in NAMING or name in kept:
                 continue
-            if not is_auto and (error := refusal_of(backend, {name: value})):
+            if not is_auto and (error := refusal_of(recipe.name, {name: value})):
                 self.notes.append(f"{name}={shown(value)} of the file is left out with backend {backend}: {error}")
             else:
                 kept[name] = value
