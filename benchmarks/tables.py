@@ -766,9 +766,9 @@ def _monitor_cost(record: dict) -> list[str]:
 def _advise(record: dict) -> list[str]:
     results = record["results"]
     helped = [each for each in results if each["advised"]]
-    worst, share = max(each["ratio_on_others"] for each in helped), min(each["flops_share"] for each in helped)
-    told = f"{len(helped)} helped: at most {worst:.2f} of the gap, {percent(share, sign=False)} of FLOPs in FP8"
-    return [f"{len(results)} models", told]
+    worst = max(each["ratio_on_others"] for each in helped)
+    in_bf16 = sum(word == "bf16" for each in helped for word in each["layers"].values())
+    return [f"{len(results)} models", f"{len(helped)} helped: at most {worst:.2f} of the gap, {in_bf16} layers in bf16"]
 
 
 RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {

@@ -57,8 +57,8 @@ class Case:
     trouble: str
     given: str
     expected: str
-    """Help by "layers" or by "scaling" (the one found must keep the promise), "nothing" for a healthy model, or "no
-    help" for one beyond help, with its result shown and not judged."""
+    """Help by "layers" or by "scaling" for all (the one found must keep the promise), "nothing" for a healthy model, or
+    "no help" for one beyond help, with its result shown and not judged."""
     make: Callable[[nn.Module], nn.Module]
 
 
@@ -215,6 +215,7 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
         "expected": case.expected,
         "advised": chosen is not None,
         "change": chosen.change if chosen else f"none; best: {advice.best.change}",
+        "layers": dict(shown.recipe.layers or {}),
         "flops_share": shown.flops_share,
         "kept": shown.kept,
         "floor": advice.floor.gap,

@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from ..accelerate_plugin.launch import launch_parser
-from ..advice import Advice, advise
+from ..advice import Advice, advise, check_recipe_path
 from ..compute import hardware
 from ..errors import FP8BackendError
 from ..recipes.fields import FIELDS
@@ -27,8 +27,8 @@ from .terminal import Progress, paragraphs, table
 
 _DESCRIPTION = """\
 Measures how far a recipe turns the gradients of a model from those of FP32, and tries changes from mild to strong until
-one halves that gap: single layers in high precision, or another scaling. Prints every trial, and the advised recipe to
-paste. Nothing is fetched and nothing is written."""
+one halves that gap: single layers in another scaling or in high precision, or another scaling for all. Prints every
+trial, and the advised recipe to paste. Nothing is fetched, and only --recipe writes a file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=int, default=128, metavar="N", help="tokens in a sequence (128)")
     add("--min_flops_share", type=float, default=0.95, metavar="X", help="share of the FLOPs in FP8 to keep (0.95)")
     add("--max_trials", type=int, default=40, metavar="N", help="recipes to measure at most (40)")
+    add("--recipe", metavar="FILE", help="write the advised recipe: recipe.yaml, for launch --fp8_backend recipe.yaml")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batches", "batch", "sequence"):
         if (value := getattr(args, name)) < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
+    if args.recipe is not None:
+        check_recipe_path(args.recipe)
     if args.config_file is None:
         recipe = resolve(args.backend)
     elif args.backend is not None:
@@ -69,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**about, **advice.to_dict(), "paste": pasted}, indent=1))
     else:
         print(text(subject, advice, pasted))
+    if args.recipe is not None:
+        advice.save(args.recipe)
+        if not args.json:
+            print(f"\nwritten: {args.recipe}; train with it: fp8-backends launch --fp8_backend {args.recipe} SCRIPT")
     return 0
 
 
@@ -186,6 +193,8 @@ def flags(recipe: Recipe) -> str:
         if isinstance(value, tuple):
             joined = ",".join(map(str, value))
             text = joined if [part.strip() for part in joined.split(",")] == [*map(str, value)] else str([*value])
+        elif isinstance(value, dict):
+            text = ", ".join(f"{key}={word}" for key, word in value.items())
         if options[flag].nargs == 0:
             words.append(flag)
         else:  # after a space, a leading hyphen would make it a flag

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 39_897, 196
+LINES, FILES = 39_984, 197
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import BatchEncoding
 
 import fp8_backends
-from fp8_backends.advice import GradientGap, together, with_scaling, without
+from fp8_backends.advice import GradientGap, together, with_layers, with_scaling
 from fp8_backends.convert.conversion import prepared_roots
 
-SPIKE = 2.0**24
+SPIKE, UNEVEN = 2.0**24, 2.0**19
 
 
 class Block(nn.Module):
@@ -31,14 +31,19 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def blocks(count=11, spiked=()):
-    """Build a residual model; `up` reads one very large channel in some blocks, with the same function in FP32."""
+def blocks(count=11, spiked=(), uneven=()):
+    """Build a residual model with the same function in FP32: `up` reads one very large channel in spiked blocks, and
+    writes one in uneven blocks, which one scale for a row represents."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32) for _ in range(count)))
     with torch.no_grad():
         for index in spiked:
             model[index].norm.weight[0] *= SPIKE
             model[index].up.weight[:, 0] /= SPIKE
+        for index in uneven:
+            model[index].up.weight[0] *= UNEVEN
+            model[index].up.bias[0] *= UNEVEN
+            model[index].down.weight[:, 0] /= UNEVEN
     return model
 
 
@@ -51,21 +56,50 @@ def batches(count=2, magnitude=1.0):
 
 
 @pytest.mark.slow
-def test_faulty_layer_is_found_and_excluded():
+def test_faulty_layer_beyond_every_scaling_stays_in_high_precision():
     tried = []
     model = blocks(spiked=[3])
     advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, progress=tried.append)
-    assert advice.recipe.exclude == ("3.up",) and advice.verdict.startswith("3.up kept out")
+    assert advice.recipe.layers == {"3.up": "bf16"} and advice.verdict.startswith(f"3.up in {advice.around}")
     assert advice.chosen.gap <= 0.5 * advice.given.gap and advice.chosen.kept >= 0.95
     assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
     worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
-    assert worst.names == ("3.up",) and "3.up kept out" in str(advice)
+    assert worst.names == ("3.up",) and f"3.up in {advice.around}" in str(advice)
     # again on other batches, by another measure
     check = GradientGap(model, batches(4)[2:], "bf16", squares)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
     assert json.loads(json.dumps(advice.to_dict(), allow_nan=False))["advised"] is True
     assert "<table" in advice._repr_html_()
+
+
+@pytest.mark.slow
+def test_another_scaling_of_layers_comes_before_high_precision(tmp_path):
+    model = blocks(21, uneven=[6])
+    advice = fp8_backends.advise(model, batches(2), "native:dynamic", loss=squares)
+    assert advice.recipe.layers == {"6.up": "native:rowwise", "6.down": "native:rowwise"}
+    assert advice.verdict.startswith("6.(up, down) in rowwise: 0.4") and advice.chosen.kept == 1
+    assert advice.recipe.name == "native:dynamic"
+    # again on other batches, by another measure
+    check = GradientGap(model, batches(4)[2:], "bf16", squares)
+    gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
+    assert gaps[1] <= 0.5 * gaps[0]
+    advice.save(tmp_path / "recipe.yaml")
+    again = fp8_backends.advise(model, batches(2), tmp_path / "recipe.yaml", loss=squares, max_trials=1)
+    assert again.given.recipe == advice.recipe and again.given.gap == advice.chosen.gap
+    comments = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")]
+    assert advice.verdict in comments[0] and f"gap {again.given.gap:.4f}" in comments[1] and "6.up" in comments[2]
+
+
+@pytest.mark.slow
+def test_few_layers_stay_in_high_precision():
+    """In high precision three layers halve the gap, and two of them go back to another scaling."""
+    model = blocks(40, spiked=[3], uneven=[6])
+    advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, max_trials=80)
+    words = dict(advice.recipe.layers)
+    assert dict.fromkeys(words, "bf16") in [trial.recipe.layers for trial in advice.trials]
+    assert words.pop("3.up") == "bf16" and words.keys() == {"6.up", "6.down"} and "bf16" not in words.values()
+    assert advice.chosen.gap <= 0.5 * advice.given.gap and f"3.up in {advice.around}" in advice.verdict
 
 
 def unlike(magnitude):
@@ -124,9 +158,10 @@ def test_fast_accumulation_is_turned_off_where_sums_lose(sums):
     assert not again.sums and again.slow is None and again.given.gap == advice.slow.gap
 
 
-def test_excluded_layers_leave_the_patterns_of_fast_accumulation():
+def test_layers_in_high_precision_leave_the_patterns_of_fast_accumulation():
     recipe = fp8_backends.resolve({"backend": "native", "fast_accumulation": ["a", "b"]})
-    assert without(recipe, ["b"]).fast_accumulation == ("a",) and without(recipe, ["a", "b"]).fast_accumulation is True
+    assert with_layers(recipe, {"a": "native:rowwise", "b": "bf16"}).fast_accumulation == ("a",)
+    assert with_layers(recipe, {"a": "bf16", "b": "bf16"}).fast_accumulation is True
 
 
 def test_a_healthy_model_keeps_its_recipe():
@@ -265,18 +300,41 @@ def test_no_more_trials_than_allowed_are_measured():
 
 
 def test_each_trial_changes_one_setting():
-    recipe = fp8_backends.resolve(
-        {"backend": "native:delayed+msamp:O2", "margin": 1, "exclude": "a", "rounding": "nearest"}
-    )
-    assert without(recipe, ["b.c"]).to_kwargs() == {
-        **recipe.to_kwargs(),
-        "backend": recipe.name,
-        "exclude": ("a", "b.c"),
-    }
+    given = {"backend": "native:delayed+msamp:O2", "margin": 1, "exclude": "a", "rounding": "nearest"}
+    recipe = fp8_backends.resolve({**given, "layers": {"b.c": "native:mxfp8", "b.*": "bf16"}})
+    layers = {"b.c": "native:rowwise", "d": "bf16", "b.*": "bf16"}  # the first match wins
+    changed = with_layers(recipe, {"b.c": "native:rowwise", "d": "bf16"})
+    assert changed.to_kwargs() == {**recipe.to_kwargs(), "backend": recipe.name, "layers": layers}
+    assert list(changed.layers) == list(layers)
     rowwise = with_scaling(recipe, "rowwise")
     assert (rowwise.name, rowwise.exclude, rowwise.rounding) == ("native:rowwise+msamp:O2", ("a",), "nearest")
     assert "margin" not in rowwise.given  # unread by rowwise
     assert together(["a.0.q", "a.0.k"]) == "a.0.(q, k)" and together(["a.x", "b.x"]) == "a.x, b.x"
+
+
+FIELDS = {
+    "backend": "native:delayed+msamp:O2",
+    "layers": {"*.up": "native:mxfp8", "first": 1},
+    "exclude": ["3.*"],
+    "override_linear_precision": (False, False, True),
+    "monitor_every": 5,
+    "amax_compute_algo": "max",
+}
+
+
+def test_advice_is_saved_as_a_recipe_file(tmp_path, monkeypatch):
+    advice = fp8_backends.advise(blocks(4), batches(1), FIELDS, loss=squares, max_trials=1)
+    monkeypatch.chdir(tmp_path)
+    advice.save("recipe.yml")
+    assert fp8_backends.resolve("recipe.yml") == advice.recipe == fp8_backends.resolve(FIELDS)
+    text = (tmp_path / "recipe.yml").read_text()
+    assert text.startswith(f"# fp8-backends advise: {advice.verdict}\n# gap {advice.given.gap:.4f}")
+    for path, said in (("recipe.json", "ends in .yaml"), ("no/where.yaml", "cannot be written: No such file")):
+        with pytest.raises(fp8_backends.FP8BackendError, match=said):
+            advice.save(path)
+    spec = {"backend": "native", "module_filter_func": lambda module, name: True}
+    with pytest.raises(fp8_backends.FP8BackendError, match="Python object of module_filter_func"):
+        fp8_backends.advise(blocks(1), batches(1), spec, loss=squares, max_trials=1).save("recipe.yaml")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ RECIPES = [
     {"backend": "native:delayed", "exclude": ["model.layers.0.mlp.up_proj", "lm_head"], "margin": 2},
     {"backend": "msamp:O2", "exclude": ["a.b"], "rounding": "nearest", "use_autocast_during_eval": True},
     {"backend": "native:dynamic+msamp:O1", "override_linear_precision": (False, False, True)},
+    {"backend": "native:dynamic", "layers": {"a.b": "native:mxfp8", "lm_head": "bf16", "last": 1}},
 ]
 
 
@@ -51,8 +52,12 @@ def folder(tmp_path):
 
 def test_a_saved_model_keeps_its_weights(folder, capsys):
     arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", *SMALL]
-    assert main([*arguments, "--max_trials", "2", "--json"]) == 0
+    file = folder / "recipe.yaml"
+    assert main([*arguments, "--max_trials", "2", "--json", "--recipe", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert fp8_backends.resolve(file).to_dict() == fp8_backends.resolve(found["recipe"]["name"]).to_dict()
+    assert main([*arguments[:3], "--backend", str(file), *SMALL, "--max_trials", "1", "--recipe", str(file)]) == 0
+    assert f"fp8-backends launch --fp8_backend {file}" in capsys.readouterr().out
     assert found["trials"][0]["backend"] == "native:delayed" and 0 < found["trials"][0]["gap"] < 0.5
     assert len(found["notes"]) == 1 and "no tokenizer" in found["notes"][0]
     assert found["paste"]["code"].startswith("FP8RecipeKwargs(backend='native:")
@@ -75,6 +80,7 @@ def test_a_configuration_without_weights_gets_random_ones(folder, capsys):
         (["--backend", "native:dealyed"], "did you mean 'delayed'"),
         (["--backend", "native", "--config_file", "a.yaml"], "give one of them"),
         (["--text", "nothing/here"], "--text nothing/here"),
+        (["--recipe", "recipe.txt"], "recipe.txt: a recipe file"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_one_line(arguments, message, capsys):

@@ -1,36 +1,29 @@
 """Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/numerics.rst)."""
 
 import contextlib
-import copy
 import math
 import os
-import random
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
-from accelerate.utils import convert_to_fp32, send_to_device
+import yaml
 from torch import nn
 
-from . import preparation
-from .compute import hardware, registry
-from .convert import conversion, features
-from .convert.conversion import Prepared
-from .convert.first_step import WorkMeter
-from .convert.weight_products import FP8, find_weight_products
-from .errors import BackendUnavailableError, FP8BackendError, RecipeError
-from .evidence.auditing import count_flops
-from .recipes.fields import NAMING
-from .recipes.handlers import Recipe, Spec, resolve
-from .recipes.strings import canonical_name
-from .rules.validate import validate
-from .tensors.sharded_tensor import is_distributed
-from .words import as_html, by_pattern, finite, first_line, in_columns, listed, share
-
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+from ..compute import hardware, registry
+from ..convert import conversion, features
+from ..convert.conversion import Prepared
+from ..convert.weight_products import FP8
+from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..evidence.auditing import count_flops
+from ..recipes.fields import BF16, NAMING
+from ..recipes.handlers import Recipe, Spec, resolve, settings_of
+from ..recipes.strings import canonical_name
+from ..rules.validate import validate
+from ..words import as_html, by_pattern, finite, first_line, in_columns, listed, share
+from .gap import GradientGap, LossFunction, Measurement
 
 TARGET = 0.5
 """Largest gap of a successful change, relative to the given recipe's."""
@@ -38,189 +31,11 @@ GROUPS = 12
 """Largest number of groups by layer names; more are bisected."""
 BROKEN = 0.5
 """Gap beyond FP8's rounding: healthy models have a tenth."""
-WARM_UP = 2
-"""Passes of the first batch before a measurement, for scaling rules with a history."""
-NOISE = 0.1
-"""Largest mean error of a counted gradient without FP8. A key's bias has more: softmax is blind to it."""
+ONE_SCALE = ("dynamic", "delayed", "window", "tensorwise")
+"""Scaling rules with one scale for a tensor: of no more help to single layers than finer rules."""
 SHOWN = 5
 _FAILURES = (FP8BackendError, RuntimeError)
 """Failures of one trial: a refused recipe, or an operator, such as for memory."""
-
-
-# Measuring
-
-
-class Measurement(NamedTuple):
-    """Errors of one recipe, means over the batches."""
-
-    gap: float
-    """Relative error of the gradients; infinite if a gradient is not finite, or without a measurement."""
-    loss_error: float
-
-
-class GradientGap:
-    """Measure the gap of recipes to FP32, for one model on fixed batches.
-
-    The gap of a batch is `sqrt(sum(n_p * min(1, r_p) ** 2) / sum(n_p))` over the trainable parameters p with n_p
-    elements and a nonzero gradient: `r_p = ||g_p - g32_p|| / ||g32_p||`, with FP32 gradients g32. Parameters beyond
-    `NOISE` without FP8 do not count. The model is only read: everything runs on copies, one at a time.
-
-    Raises `FP8BackendError` without a batch or loss, for sharded weights, nothing that trains, a model without a copy,
-    or a loss or gradient that is not finite in FP32.
-    """
-
-    def __init__(self, model: nn.Module, batches: Iterable[Any], around: str, loss: LossFunction | None = None) -> None:
-        conversion.check_is_module(model)
-        self.around = around
-        self.model = conversion.unwrapped(model)
-        self.batches = list(batches)
-        self.loss = loss or _loss_of_output
-        self.passes = 0
-        parameters = list(self.model.parameters())
-        if not self.batches:
-            raise FP8BackendError("no batch is given: batches must hold at least one, better four")
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise FP8BackendError("no parameter of this model trains, so there is no gradient to measure")
-        if any(is_distributed(p) or hasattr(p, "ds_id") or getattr(p, "shared_out", False) for p in parameters):
-            raise FP8BackendError("weights are sharded: measure the model on one device, before it is shared out")
-        self.device = parameters[0].device
-        work = self._plain_copy()
-        meter = WorkMeter(work, find_weight_products(work))
-        self.reference = list(self._gradients(work.float(), "fp32", self.batches))
-        meter.detach()
-        self.work = meter.work
-        if not all(
-            math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
-            for loss, gradients in self.reference
-        ):
-            raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
-        errors, loss_error = self._errors(self._plain_copy())
-        by_name: dict[str, list[float]] = {}
-        for name, error in (item for batch_errors in errors for item in batch_errors.items()):
-            by_name.setdefault(name, []).append(error)
-        noisy = [name for name, values in by_name.items() if _mean(values) > NOISE]
-        self.not_counted = noisy if len(noisy) < len(by_name) else []  # otherwise the gap of nothing would be 0
-        self.floor = Measurement(self._gap(errors), loss_error)
-        """The measurement without FP8."""
-
-    def _plain_copy(self) -> nn.Module:
-        """Copy the model as before `prepare`; in training mode if it was in evaluation as a whole."""
-        try:
-            work = copy.deepcopy(self.model)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FP8BackendError(f"the model cannot be copied, and recipes are measured on copies: {error}") from error
-        conversion.restore(work)
-        return work if work.training else work.train()
-
-    def prepared(self, recipe: Recipe) -> tuple[nn.Module, Prepared]:
-        """Return a copy prepared with a recipe. Raises as `fp8_backends.prepare` does."""
-        if recipe.implementation == "original":
-            raise RecipeError('implementation="original": only the levels of this package can be measured')
-        work = self._plain_copy()
-        with _same_draws(0, self.device):  # a level rounds weights
-            preparation.prepare_model(work, recipe)
-        return work, work.__dict__[conversion.PREPARED]
-
-    def of(self, work: nn.Module, prepared: Prepared) -> Measurement:
-        """Measure a prepared copy. Scaling rules with a history see the first batch `WARM_UP` times before."""
-        warm_up = self.batches[:1] * WARM_UP if prepared.compute.scaling_state(work) else []
-        for _ in self._gradients(work, self.around, warm_up):
-            pass
-        errors, loss_error = self._errors(work)
-        return Measurement(self._gap(errors), loss_error)
-
-    def _gradients(
-        self, work: nn.Module, precision: str, batches: list[Any]
-    ) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
-        """Yield loss and gradients on the CPU for each batch, with the same random draws in every call."""
-        trained = {name: parameter for name, parameter in work.named_parameters() if parameter.requires_grad}
-        reads_16_bits = any(p.dtype != torch.float32 for p in work.parameters() if p.is_floating_point())
-        for seed, batch in enumerate(batches):
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # such as a tensor with a grad_fn
-                batch = copy.deepcopy(batch)  # the model may change it, and the next pass reads it again
-            batch = send_to_device(batch, self.device)
-            batch = batch if reads_16_bits else convert_to_fp32(batch)
-            with _same_draws(seed, self.device):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    loss = self.loss(work, batch)
-                if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    raise FP8BackendError("a batch's loss must be a tensor of one element that requires a gradient")
-                loss.backward()
-            prepared = work.__dict__.get(conversion.PREPARED)
-            if prepared is not None:
-                prepared.compute.after_optimizer_step(work)  # as a watched optimizer does
-            self.passes += 1
-            gradients = {
-                name: parameter.grad.detach().to("cpu", torch.float32, copy=True)
-                for name, parameter in trained.items()
-                if parameter.grad is not None
-            }
-            yield loss.item(), gradients
-            work.zero_grad(set_to_none=True)
-
-    def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
-        """Return each batch's relative errors of nonzero gradients, and the mean error of the loss."""
-        errors, loss_errors = [], []
-        measured = self._gradients(work, self.around, self.batches)
-        for (loss, gradients), (expected_loss, expected) in zip(measured, self.reference, strict=True):
-            norms = {name: _norm(gradient) for name, gradient in expected.items()}
-            pairs = [(name, gradients.get(name), expected[name]) for name, norm in norms.items() if norm > 0]
-            errors.append({name: math.inf if g is None else _norm(g - e) / norms[name] for name, g, e in pairs})
-            loss_errors.append(abs(loss - expected_loss))
-        return errors, _mean(loss_errors)
-
-    def _gap(self, errors: list[dict[str, float]]) -> float:
-        gaps = []
-        for batch_errors, (_, expected) in zip(errors, self.reference, strict=True):
-            counted = {name: error for name, error in batch_errors.items() if name not in self.not_counted}
-            if not all(map(math.isfinite, counted.values())):
-                return math.inf
-            sizes = [expected[name].numel() for name in counted]
-            total = sum(n * min(1.0, error) ** 2 for n, error in zip(sizes, counted.values(), strict=True))
-            gaps.append(math.sqrt(total / max(1, sum(sizes))))
-        return statistics.fmean(gaps)
-
-
-def _loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the `loss` of a model's output, or the output if it is a single number."""
-    arguments = batch if isinstance(batch, (tuple, list)) else [batch]
-    output = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise FP8BackendError(
-            f"{type(model).__name__} returns no loss for this batch: put labels into it, or give "
-            "loss=function(model, batch)"
-        )
-    return loss
-
-
-@contextlib.contextmanager
-def _same_draws(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch, NumPy and Python inside, and restore their states afterwards."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    on_gpu = device.type == "cuda"
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpu else []):
-            torch.default_generator.manual_seed(seed)
-            if on_gpu:
-                torch.cuda.manual_seed_all(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(tensor).item()
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(value if math.isfinite(value) else math.inf for value in values)
-
-
-# The answer
 
 
 @dataclass(frozen=True)
@@ -322,7 +137,7 @@ class Advice:
                 {
                     "change": trial.change,
                     "backend": trial.recipe.name,
-                    "exclude": list(trial.recipe.exclude or ()),
+                    "layers": dict(trial.recipe.layers or {}),
                     "flops_share": trial.flops_share,
                     "kept": trial.kept,
                     **({"why_not": trial.why_not} if trial.why_not else finite(trial.measured._asdict())),
@@ -332,6 +147,27 @@ class Advice:
             "sums": {name: {"lost": lost, "without": without} for name, (lost, without) in self.sums.items()},
             "alone": [{**group._asdict(), "gap": finite(group.gap)} for group in self.alone],
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `recipe` as a recipe file (docs/launching.rst), with the measurements as comments.
+
+        Raises `FP8BackendError` for another ending than .yaml, a field with a Python object, and a path that cannot be
+        written.
+        """
+        recipe, path = self.recipe, check_recipe_path(path)
+        if objects := [name for name in _fields(recipe) if settings_of(recipe.compute)[name].is_object]:
+            raise FP8BackendError(f"{path}: no file can hold the Python object of {objects[0]}: pass the recipe")
+        measured = self.chosen or self.slow or self.given
+        gaps = f"gap {measured.gap:.4f}; as given ({self.given.recipe.name}) {self.given.gap:.4f}; "
+        gaps += f"{self.around} without FP8 {self.floor.gap:.4f}; {share(measured.flops_share)} of weight FLOPs in FP8"
+        comments = [f"fp8-backends advise: {self.verdict}", gaps, *self.further_lines()]
+        fields = {"backend": recipe.name, **_fields(recipe)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        text = "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(plain, sort_keys=False)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FP8BackendError(f"{path} cannot be written: {error.strerror or error}") from None
 
     def rows(self) -> list[tuple[str, ...]]:
         rows = [("trial", "recipe", "FP8", "kept", "gap", "of given", "loss error")]
@@ -368,6 +204,13 @@ class Advice:
         return f"{measured.gap:.4f}", "" if math.isnan(ratio) else f"{ratio:.2f}", f"{measured.loss_error:.2g}"
 
 
+def check_recipe_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a recipe file to write. Raises `FP8BackendError` for another ending than .yaml."""
+    if Path(path).suffix not in (".yaml", ".yml"):
+        raise FP8BackendError(f"{path}: a recipe file with comments ends in .yaml")
+    return Path(path)
+
+
 @torch.enable_grad()
 def advise(
     model: nn.Module,
@@ -381,7 +224,7 @@ def advise(
 ) -> Advice:
     """Find the mildest change of a recipe that halves its gap, measured on your own batches.
 
-    The gap is the relative error of the gradients against FP32 (`training.advice.GradientGap`). The model is only read:
+    The gap is the relative error of the gradients against FP32 (`advice.gap.GradientGap`). The model is only read:
     everything runs on copies, one at a time, with random numbers of their own. Hooks of the model run on copies too.
 
     Args:
@@ -391,7 +234,7 @@ def advise(
         loss: a function (model, batch) -> scalar tensor; default: the `loss` returned by the model.
         min_flops_share: FLOPs in FP8 kept by an answer, relative to the given recipe's.
         max_trials: recipes to measure at most. Each takes a forward and a backward of every batch, and delayed scaling
-            `WARM_UP` more.
+            two more passes.
         progress: called with the description of each trial at its start.
 
     Raises:
@@ -447,7 +290,7 @@ class _Search:
     def advice(self) -> Advice:
         gap, chosen = self.gap, self.slow if self.slow and self._helps(self.slow) else None
         if chosen is None and gap.floor.gap <= TARGET * self.given.gap:
-            chosen = self._without_layers() or next(filter(self._helps, self._scalings()), None)
+            chosen = self._changed_layers() or next(filter(self._helps, self._scalings()), None)
         facts = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
         return Advice(*facts, gap.passes, self.sums, self.slow)
 
@@ -481,11 +324,15 @@ class _Search:
         return Trial(change, recipe, flops.in_fp8 / flops.needed, kept, self.gap.of(work, prepared))
 
     def _scalings(self) -> Iterator[Trial]:
-        """Try the backend's other scaling rules, except those that do not run here or are emulated."""
+        for recipe in self._other_scalings():
+            yield self._try(f"scaling {recipe.scaling}", recipe)
+
+    def _other_scalings(self) -> Iterator[Recipe]:
+        """Yield the recipe in each other scaling rule of the backend that runs here, not emulated."""
         given = self.start.recipe
         findings_before = {finding.rule for finding in validate(given)}
         for scaling in registry.get_compute(given.compute).scalings:
-            if scaling == given.scaling or not self.remaining:
+            if scaling in (given.scaling, "nvfp4") or not self.remaining:  # 4 bits widen every gap
                 continue
             try:
                 recipe = with_scaling(given, scaling)
@@ -494,28 +341,56 @@ class _Search:
                 continue
             new = [finding for finding in validate(recipe) if finding.rule not in findings_before]
             if not any(finding.severity == "error" or finding.rule == "emulated_here" for finding in new):
-                yield self._try(f"scaling {scaling}", recipe)
+                yield recipe
 
-    def _without_layers(self) -> Trial | None:
-        """Keep the fewest layers in high precision that halve the gap.
+    def _worst_layers(self) -> list[str]:
+        """Find the fewest layers that halve the gap in high precision, the worst first; none if so few cannot.
 
         Squares of gaps add up, as for independent errors, so gaps of groups predict the gap without some layers. Split
-        the worst group, until single layers explain enough or so few cannot.
+        the worst group, until single layers explain enough.
         """
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
-            return None
-        recipe, groups = self.start.recipe, [Alone(tuple(self.layers), self.start.gap)]
+            return []
+        groups = [Alone(tuple(self.layers), self.start.gap)]
         while self.remaining and (worst := self._most_erring(groups, budget)):
             coarse = next((group for group in worst if len(group.names) > 1), None)
-            if coarse is not None:
-                groups.remove(coarse)
-                groups += [self._alone(part, recipe) for part in coarse.parts()]
+            if coarse is None:
+                return [group.names[0] for group in worst]
+            groups.remove(coarse)
+            groups += map(self._alone, coarse.parts())
+        return []
+
+    def _changed_layers(self) -> Trial | None:
+        """Try the worst layers in each other scaling rule, then in high precision. From there each layer goes back to
+        the best of these rules if the others are enough."""
+        names, best = self._worst_layers(), self.start
+        for recipe in self._other_scalings() if names else ():
+            if recipe.scaling in ONE_SCALE:
                 continue
-            names = [group.names[0] for group in worst]
-            trial = self._try(f"{together(names)} kept out", without(recipe, names))
-            return trial if self._helps(trial) else None
-        return None
+            with contextlib.suppress(RecipeError):  # not every rule goes with every other
+                trial = self._try_layers(dict.fromkeys(names, f"{recipe.compute}:{recipe.scaling}"))
+                if self._helps(trial) and trial.kept == 1:  # otherwise the rule does not fit a layer
+                    return trial
+                best = min(best, trial, key=lambda trial: (trial.kept < 1, trial.gap))
+        if not names or not self.remaining:
+            return None
+        layers = dict.fromkeys(names, BF16)
+        chosen = self._try_layers(layers)
+        if not self._helps(chosen):
+            return None
+        for name in reversed(names) if best is not self.start else ():
+            fewer = {**layers, name: best.recipe.layers[name]}
+            if self.remaining and self._helps(trial := self._try_layers(fewer)):
+                layers, chosen = fewer, trial
+        return chosen
+
+    def _try_layers(self, layers: Mapping[str, str]) -> Trial:
+        recipe, names_by_word = with_layers(self.start.recipe, layers), {}
+        for name, word in layers.items():
+            names_by_word.setdefault(self.gap.around if word == BF16 else word.rpartition(":")[2], []).append(name)
+        change = ", ".join(f"{together(names)} in {word}" for word, names in names_by_word.items())
+        return self._try(change, recipe)
 
     def _most_erring(self, groups: list[Alone], budget: float) -> list[Alone]:
         """Return the fewest groups without which the predicted gap is small enough; none if they exceed the budget."""
@@ -535,12 +410,13 @@ class _Search:
     def _error(self, group: Alone) -> float:
         return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
-    def _alone(self, names: tuple[str, ...], recipe: Recipe) -> Alone:
+    def _alone(self, names: tuple[str, ...]) -> Alone:
         """Measure these layers alone in FP8. The gap is 0 if the trial fails, or without a remaining trial."""
         group = Alone(names, 0.0)
         if self.remaining:
             with contextlib.suppress(*_FAILURES):
-                alone = self.gap.prepared(without(recipe, sorted(self.layers.keys() - set(names))))
+                others = dict.fromkeys(sorted(self.layers.keys() - set(names)), BF16)
+                alone = self.gap.prepared(with_layers(self.start.recipe, others))
                 self.remaining -= 1
                 self.progress(f"{listed(names)} alone in FP8")
                 group = group._replace(gap=self.gap.of(*alone).gap)
@@ -551,10 +427,12 @@ class _Search:
 # Recipes with a change
 
 
-def without(recipe: Recipe, names: Sequence[str]) -> Recipe:
-    fields = {**_fields(recipe), "backend": recipe.name, "exclude": [*(recipe.exclude or ()), *names]}
+def with_layers(recipe: Recipe, layers: Mapping[str, str]) -> Recipe:
+    """Return the recipe with these layers in other backends, or in high precision (`BF16`)."""
+    others = {name: word for name, word in (recipe.layers or {}).items() if name not in layers}
+    fields = {**_fields(recipe), "backend": recipe.name, "layers": {**layers, **others}}
     if not isinstance(slow := recipe.fast_accumulation, bool):  # a pattern must match a layer in FP8
-        fields["fast_accumulation"] = [pattern for pattern in slow if pattern not in names] or True
+        fields["fast_accumulation"] = [pattern for pattern in slow if layers.get(pattern) != BF16] or True
     return resolve(fields)
 
 
