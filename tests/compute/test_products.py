@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from conv1d_twins import conv_twin
+from gpu_rules import GPURules
 from torch import nn
 
 import fp8_backends
@@ -130,3 +131,14 @@ def test_products_and_override_linear_precision_are_one_choice():
 def test_contradictory_products_are_refused_by_name(fields, said):
     with pytest.raises(RecipeError, match=said):
         resolve({"backend": "native", **fields})
+
+
+@pytest.mark.parametrize("base", ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("products", ["dgrad=mxfp8", "wgrad=rowwise", "fprop=blockwise,dgrad=dynamic", "wgrad=dynamic"])
+def test_a_gpu_accepts_the_operands_of_all_rules(base, products, monkeypatch):
+    wanted = gradients(f"native:{base}", dtype=torch.bfloat16)
+    with GPURules(monkeypatch) as rules:
+        found = gradients({"backend": f"native:{base}", "products": products}, dtype=torch.bfloat16)
+    assert len(rules.products) == 3
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.float() - theirs.float()).norm() < 0.1 * theirs.float().norm()
