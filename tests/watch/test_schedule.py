@@ -60,6 +60,16 @@ def test_another_rule_equals_a_model_prepared_again():
     assert train(model, optimizer, 6) == losses
 
 
+def test_model_prepared_on_meta_has_the_scales_of_a_later_phase():
+    spec = {"backend": "native:delayed", "schedule": {0: "native:rowwise", 2: "native:delayed", 4: "bf16"}}
+    with torch.device("meta"):
+        model = fresh()
+    fp8_backends.prepare(model, None, spec)
+    model.to_empty(device="cpu")
+    model.load_state_dict(fresh().state_dict())
+    assert train(*prepared(spec, model), 5) == train(*prepared(spec), 5)
+
+
 def test_warm_up_in_bf16_delays_the_proof_and_is_logged(capsys):
     model, optimizer = prepared({"backend": "native", "schedule": {0: "bf16", 2: "native"}})
     plain = fresh()

@@ -104,7 +104,10 @@ class NativeCompute(Compute):
     def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
         rule = layer.fp8_rule._replace(high_precision=(True, True, True)) if recipe is None else layer_rule(recipe)
         before = layer.fp8_rule
-        layer.fp8_rule = rule._replace(fast_accumulation=before.fast_accumulation, frozen_weight=before.frozen_weight)
+        kept = {"fast_accumulation": before.fast_accumulation, "frozen_weight": before.frozen_weight}
+        layer.fp8_rule = rule._replace(**kept)
+        if rule.scaling in STATEFUL and layer.fp8_scaling is None:  # made in a phase without, on its real device
+            layer._reset_state(device_of(layer.weight))
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
