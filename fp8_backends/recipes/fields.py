@@ -423,21 +423,6 @@ SETTINGS = {name: field for name, field in FIELDS.items() if name not in NAMING}
 """Every other field."""
 OF_FEATURES = {name: field for name, field in SETTINGS.items() if field.is_feature}
 
-REMOVED = {
-    "also_include": "put + before the patterns of include: include=['+lm_head']",
-    "auto_filter": "use module_filter_func=torchao.float8._auto_filter_for_recipe(RULE, [])",
-    "exp_avg_scaling": "one scale for a tensor at O2 and O3, one for a block at O4",
-    "fp8_group": "all ranks share their amaxes; te:dynamic needs none of other ranks",
-    "fuse_activations": "torch.compile fuses them",
-    "fuse_norms": "norms run as TransformerEngine's own, before the layers that read them",
-    "guard_every": "replicas are compared every 100 steps",
-    "guard_steps": "guard=skip stops the training after 50 steps in a row",
-    "monitor_layers": "every FP8 layer is sampled",
-    "optimizer_scales": "scales follow from bounds, as by default",
-    "weight_comm": "use enable_fsdp_float8_all_gather=True or False",
-}
-"""Fields of earlier versions, and what replaces them."""
-
 
 def _by_suffix(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
     return {variable.suffix: (field, variable) for field in fields for variable in field.variables}
@@ -507,15 +492,8 @@ def readers(name: str) -> str:
     return ", ".join(texts) or "no backend"
 
 
-def removed_field(name: str) -> RecipeError | None:
-    """Return the error for a field of an earlier version."""
-    return RecipeError(f"{name} is no field any more: {REMOVED[name]}") if name in REMOVED else None
-
-
 def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
     """Return the error for a field that `owner` does not have. `elsewhere`: the fields of the other handlers."""
-    if error := removed_field(name):
-        return error
     holders = [holder for holder, fields in elsewhere.items() if name in fields]
     if holders:
         return RecipeError(

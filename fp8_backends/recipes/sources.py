@@ -16,7 +16,7 @@ import yaml
 from ..compute.fields import Field, Variable, closest, flag, parsed, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
-from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field, variable_value
+from .fields import FIELDS, VARIABLES, RuleFields, find_variable, variable_value
 from .strings import names_file
 
 PREFIX = "ACCELERATE_FP8_"
@@ -193,8 +193,6 @@ def unknown_variable(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
             f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
         )
-    if error := removed_field(suffix.lower()) or removed_field(f"fp8_{suffix.lower()}"):
-        return RecipeError(f"{shortened(written, 400)}: {error}")
     matches = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
     return RecipeError(f"{shortened(written, 400)} is not known{hint}")

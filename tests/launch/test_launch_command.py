@@ -323,7 +323,6 @@ def test_mixed_precision_in_file_may_name_the_backend(tmp_path):
         ("--fp8_backend te:delayed --fp8_scaling dynamic train.py", "says delayed and scaling says dynamic"),
         ("--fp8_backend ao --fp8_opt_level O2 train.py", "ao goes with O0 only"),
         ("--fp8_params train.py", "training_script"),
-        ("--fp8_fuse_norms true train.py", "--fp8_fuse_norms: fuse_norms is no field any more"),
         ("--mixed_precision bf16 train.py", "--mixed_precision bf16: this command trains in FP8"),
         ("--mixed_precision fp4 train.py", "--mixed_precision fp4: this command trains in FP8"),
         ("--mixed_precision nativ:dynamic train.py", "unknown backend 'nativ:dynamic' (did you mean 'native'?)"),

@@ -74,7 +74,6 @@ def test_prepare_trains_with_a_file(folder):
         ("backend: native:delayed\nscaling: rowwise", "recipe.yaml: .*'native:delayed' says delayed and scaling"),
         ("backend: native:rowwise\nmargin: 3", "recipe.yaml: (margin=3: )?margin is not read by native:rowwise"),
         ("config: 3", "recipe.yaml: config: config takes a Python object"),
-        ("fuse_norms: true", "recipe.yaml: fuse_norms: fuse_norms is no field any more"),
         ("exclude: [*.down]", "recipe.yaml is no YAML that can be read: .*line 1"),
         ("margin: 1\nmargin: 2", "stands in a block twice"),
         ("", "recipe.yaml holds no keys: a recipe"),

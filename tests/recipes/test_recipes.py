@@ -26,7 +26,7 @@ from fp8_backends import (
 )
 from fp8_backends.compute import chips
 from fp8_backends.compute.fields import Field
-from fp8_backends.recipes.fields import FIELDS, REMOVED, help_of
+from fp8_backends.recipes.fields import FIELDS, help_of
 from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment
 from fp8_backends.words import shown
 
@@ -589,8 +589,6 @@ def test_documented_override_string_works_and_split_form_is_explained():
         ({"BACKEND": "te", "FORMAT": "E5M2"}, "no GPU"),
         ({"BACKEND": "te", "MARGIN": "many"}, "margin='many'"),
         ({"BACKEND": "te", "AMAX_HISTORY": "3"}, "ACCELERATE_FP8_AMAX_HISTORY is not known"),
-        ({"BACKEND": "te", "FUSE_NORMS": "true"}, "FUSE_NORMS: fuse_norms is no field any more: norms run"),
-        ({"FUSE_ACTIVATIONS": "1"}, "FUSE_ACTIVATIONS: fuse_activations is no field any more: torch"),
         ({"BACKEND": "tee"}, "unknown backend 'tee'"),
         ({"BACKEND": "te", "AMAX_HISTORY_LEN": "8", "AMAX_HISTORY_LENGTH": "16"}, "disagrees"),
     ],
@@ -611,18 +609,6 @@ def test_every_handler_field_is_documented_and_declared_once(cls):
     assert all(help_of(FIELDS[field.name]).endswith(".") for field in dataclasses.fields(cls))
     assert {field.name for field in dataclasses.fields(cls)} <= FIELDS.keys()
     assert len(FIELDS) <= 35
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_removed_field_is_refused_with_replacement(name):
-    for make in (FP8RecipeKwargs, TERecipeKwargs, lambda **fields: resolve({"backend": "native", **fields})):
-        for value in (True, False, "auto"):
-            with pytest.raises(RecipeError) as caught:
-                make(**{name: value})
-            assert str(caught.value) == f"{name} is no field any more: {REMOVED[name]}"
-    suffix = name.removeprefix("fp8_").upper()
-    with pytest.raises(RecipeError, match="no field any more"):
-        from_environment(environment(BACKEND="te", **{suffix: "1"}))
 
 
 def test_defaults_of_scaling_rules_are_documented():
