@@ -66,7 +66,7 @@ class Engine:
                 codes[name] = tensor
             elif name.endswith("_scale_inv"):
                 weight = self.model.get_parameter(name.removesuffix("_scale_inv"))
-                weight.copy_(BlockCodes(codes[name.removesuffix("_scale_inv")], tensor, weight.dtype))
+                weight.copy_(BlockCodes((codes[name.removesuffix("_scale_inv")], tensor), weight.dtype))
             else:
                 self.model.get_parameter(name).copy_(tensor)
 

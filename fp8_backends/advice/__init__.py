@@ -381,6 +381,8 @@ class _Search:
             return None
         for name in reversed(names) if best is not self.start else ():
             fewer = {**layers, name: best.recipe.layers[name]}
+            if BF16 not in fewer.values():
+                break  # tried above
             if self.remaining and self._helps(trial := self._try_layers(fewer)):
                 layers, chosen = fewer, trial
         return chosen
