@@ -22,7 +22,7 @@ from ..compute.interface import Compute, TransposedLinear
 from ..compute.mixed import compute_of
 from ..compute.registry import get_compute
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.fields import BF16, BLOCKS
+from ..recipes.fields import BF16
 from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, check_is_module, follows_class, plain_name
 from . import features
@@ -249,14 +249,15 @@ class LayerFilter:
                     f"include: {pattern!r} matches only weights that cannot be converted, such as "
                     f"{matched[0].product.name}: {matched[0].obstacle}"
                 )
-        for name, patterns in (("exclude", self.exclude), ("layers", self.layers.keys() - {*BLOCKS})):
+        named = [pattern for pattern, word in self.layers.items() if isinstance(word, str)]
+        for name, patterns in (("exclude", self.exclude), ("layers", named)):
             for pattern in patterns:
                 if not any(_matches(pattern, norm) for norm in norms):
                     _matched(name, pattern, weights)
         blocks = len(_block_names(weights))
-        for name in self.layers.keys() & {*BLOCKS}:
-            if self.layers[name] >= blocks:
-                raise RecipeError(f"layers: {name}={self.layers[name]}, and this model has {blocks} numbered blocks")
+        for name, number in self.layers.items():
+            if isinstance(number, int) and number >= blocks:
+                raise RecipeError(f"layers: {name}={number}, and this model has {blocks} numbered blocks")
 
     def assign_recipes(self, weights: list[Found]) -> None:
         """Give each weight its recipe. A pattern without any other layer overrides default exclusions."""
@@ -264,7 +265,7 @@ class LayerFilter:
             weight.recipe = self.recipe
         blocks = _block_names(weights) if self.layers else []
         for pattern, word in self.layers.items():
-            if pattern in BLOCKS:
+            if isinstance(word, int):
                 names = blocks[:word] if pattern == "first" else blocks[-word:]
                 matched = [weight for weight in weights if _block_of(weight.product) in names]
             else:
@@ -273,7 +274,7 @@ class LayerFilter:
             for weight in matched:
                 if weight.product.recipe:
                     continue  # by an earlier pattern
-                weight.product.recipe = BF16 if pattern in BLOCKS else word
+                weight.product.recipe = BF16 if isinstance(word, int) else word
                 weight.recipe = self.recipe.by_backend.get(weight.product.recipe)
                 weight.default_exclusion = None if named else weight.default_exclusion
 
@@ -294,7 +295,7 @@ class LayerFilter:
         matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
         if reason := next((f"left out by exclude={pattern!r}" for pattern in matching), None):
             return reason
-        words = (word for pattern, word in self.layers.items() if pattern not in BLOCKS and _matches(pattern, layer))
+        words = (word for pattern, word in self.layers.items() if isinstance(word, str) and _matches(pattern, layer))
         return "in bf16 by layers" if isinstance(layer, NormLayer) and next(words, None) == BF16 else None
 
 

@@ -108,7 +108,7 @@ def _layers(value: Any) -> dict[str, str | int]:
     """Parse name patterns with a backend or bf16 each. A level is one choice for the whole model."""
 
     def choice(pattern: str, name: Any) -> str | int:
-        if pattern in BLOCKS:
+        if pattern in BLOCKS and (not isinstance(name, str) or name.lstrip("-").isdigit()):
             return whole_number(1)(name)
         wanted = f"must have COMPUTE[:SCALING] or bf16 for {pattern!r}, not {shown(name)}"
         if not isinstance(name, str) or not name:

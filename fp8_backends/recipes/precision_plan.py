@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..compute.mixed import compute_of
 from ..words import as_html
-from .fields import BF16, BLOCKS
+from .fields import BF16
 from .handlers import Spec, resolve
 
 BYTES = {"FP32": 4, "FP16": 2, "FP8": 1, "INT8": 1}
@@ -66,7 +66,7 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]
     stored = [weight, *states] + ([master] if master else []) + ([] if recipe.gradient_release else [gradient])
     high_precision = compute_of(recipe).high_precision_products(recipe)
-    by_layers = dict.fromkeys(BF16 if name in BLOCKS else str(word) for name, word in (recipe.layers or {}).items())
+    by_layers = dict.fromkeys(word if isinstance(word, str) else BF16 for word in (recipe.layers or {}).values())
     return PrecisionPlan(
         gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
         + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else "")

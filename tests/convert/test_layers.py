@@ -183,6 +183,14 @@ def test_layers_without_a_match_are_refused_and_change_nothing(layers, said):
     assert type(model.lm_head) is nn.Linear is type(model.model.layers[0].mlp.up_proj)
 
 
+def test_layers_named_first_and_last_are_named_by_backend_and_blocks_by_number():
+    model = nn.ModuleDict({"first": nn.Linear(32, 32), "0": nn.Linear(32, 32), "1": nn.Linear(32, 32)})
+    recipe = {"backend": "native", "layers": {"first": "native:mxfp8", "last": 1}}
+    assert resolve(recipe).layers == {"first": "native:mxfp8", "last": 1}
+    fp8_backends.prepare(model, None, recipe)
+    assert "mxfp8" in repr(model["first"]) and type(model["1"]) is nn.Linear and "dynamic" in repr(model["0"])
+
+
 def test_exclude_overrides_layers_and_layers_override_include():
     fields = {"include": ["*.q_proj"], "exclude": ["*.v_proj"], "layers": {"*.[kv]_proj": "native:rowwise"}}
     model, _ = prepared({"backend": "native", **fields})

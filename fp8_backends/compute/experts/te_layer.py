@@ -34,6 +34,10 @@ class TEExperts(ExpertWeights):
     def fp8_in_eval(self) -> bool:
         return next(iter(self.values())).te_state.in_eval
 
+    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
+        paused = next(iter(self.values())).te_state.paused
+        return not paused and super().runs_in_fp8(experts, hidden_states)
+
     def groups(self, ids: torch.Tensor, experts: int) -> list[int]:
         """Count the rows of each expert, on the host: TransformerEngine splits by them."""
         return torch.bincount(ids, minlength=experts)[:experts].tolist()

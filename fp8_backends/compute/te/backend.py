@@ -49,6 +49,7 @@ class TransformerEngineCompute(Compute):
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fast_accumulation")
+    switches = ("bf16",)
     casts_by = "the native equivalent of TransformerEngine's rule"
     takes_transposed = True
 
@@ -93,6 +94,12 @@ class TransformerEngineCompute(Compute):
                 f'{{"wgrad": "bf16"}}: TransformerEngine itself ignores the field since version 2.1. '
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
+
+        if recipe.schedule and recipe.level != "O0":
+            raise RecipeError(f"{recipe.name}: schedule changes layers of te without a level: use native")
+
+    def switch(self, layer: TELayer, recipe: Recipe | None) -> None:
+        layer.te_state.paused = recipe is None
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         return super().unfit(linear, recipe) or unaligned(linear.in_features, linear.out_features, recipe)

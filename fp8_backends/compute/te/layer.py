@@ -50,6 +50,8 @@ class ModelState:
         self.plain_wgrad = bool(recipe.override_linear_precision[2])
         # rows are padded to it, as the contraction of the weight gradient's product
         self.rows_multiple = 32 if recipe.scaling == "mxfp8" else 16
+        self.paused = False
+        """True in a bf16 phase (`schedule`): layers run as in evaluation."""
         self.region: Region | None = None
         self._updates_after, self._updates_forward = -1, False
 
@@ -133,7 +135,7 @@ class AroundRoot:
         self.state = state
 
     def before(self, root: nn.Module, args) -> None:
-        if root.training or self.state.in_eval:
+        if (root.training or self.state.in_eval) and not self.state.paused:
             self._enter(root)
 
     def after(self, root: nn.Module, args, output) -> None:

@@ -217,3 +217,10 @@ def test_unpaddable_sizes_and_old_te_versions_are_refused(monkeypatch):
     monkeypatch.delattr(te.GroupedLinear, "_get_bias_tensors")
     with pytest.raises(BackendUnavailableError, match="te:delayed of experts .* te.GroupedLinear .*2.14 or newer"):
         prepared(build("mixtral"), "te:delayed")
+
+
+def test_bf16_phase_runs_the_original_module():
+    root, plain = make_experts("gpt_oss"), make_experts("gpt_oss")
+    prepared(root, "te:dynamic", schedule={0: "bf16"})
+    hidden, chosen, weights = routed(8)
+    assert torch.equal(root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights))

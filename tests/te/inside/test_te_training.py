@@ -500,6 +500,37 @@ def test_users_te_linear_is_skipped_and_not_counted():
     assert products["first"]["dgrad"] == 0  # nor is a product of the user's layer counted for another
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
+def test_schedule_pauses_te_as_a_restored_model(scaling):
+    """Delayed scales stay as they were, and go on after the pause."""
+    fields = {"backend": f"te:{scaling}", "schedule": {2: "bf16", 4: f"te:{scaling}"}}
+    made, optimizer = prepared(fields)
+    found = losses(made, optimizer, BATCHES[:2])
+    before = {name: state.clone() for name, state in scaling_state(made).items()}
+    by_hand, its_optimizer = prepared(f"te:{scaling}")
+    assert losses(by_hand, its_optimizer, BATCHES[:2]) == found
+    fp8_backends.restore(by_hand)
+    assert losses(made, optimizer, BATCHES[2:4]) == losses(by_hand, its_optimizer, BATCHES[2:4])
+    assert same(scaling_state(made), before)
+    counted = fp8_backends.audit(made).products
+    assert losses(made, optimizer, BATCHES[4:5]) != losses(by_hand, its_optimizer, BATCHES[4:5])
+    assert counted["first"]["fprop"] == 2 and fp8_backends.audit(made).products["first"]["fprop"] == 3
+
+
+def test_layers_of_native_run_inside_the_region_of_te():
+    """Each layer equals one prepared alone."""
+    layers = {"first": "native:mxfp8", "*.down": "native:rowwise"}
+    made, optimizer = prepared({"backend": "te:dynamic", "layers": layers})
+    alone = model()
+    its_optimizer = adamw(alone)
+    for name, layer in list(alone.named_modules()):
+        if isinstance(layer, nn.Linear):
+            rule = "native:mxfp8" if name == "first" else "native:rowwise" if name.endswith("down") else "te:dynamic"
+            prepare(layer, its_optimizer, {"backend": rule, "on_unproven": "warn"})
+    assert losses(made, optimizer, BATCHES[:3]) == losses(alone, its_optimizer, BATCHES[:3])
+    assert isinstance(made.first, nn.Linear) and not isinstance(made.first, TELinear)
+
+
 def test_sizes_unsupported_by_te_stay_plain_by_name():
     made = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 24), nn.Linear(24, 16))
     prepare(made, None, "te:delayed")
