@@ -79,8 +79,6 @@ class Compute(ABC):
     """Supported MS-AMP levels."""
     fields: tuple[Field | str, ...] = ()
     """Recipe fields read besides the common ones: declarations, or names of this package's fields."""
-    switches: tuple[str, ...] = ()
-    """Changes of built layers (`schedule`): "bf16", to high precision and back; "rule", to another scaling rule."""
     casts_by: str = ""
     """The source of `cast_of` in words; empty if the backend has no `cast_of`."""
     takes_transposed: bool = False
@@ -153,6 +151,10 @@ class Compute(ABC):
     def turn_off_fast_accumulation(self, layer: nn.Module) -> None:
         """Let the forward products of a built layer add parts in FP32. For backends that read `fast_accumulation`."""
         raise NotImplementedError
+
+    def switches(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the supported changes of built layers: "bf16", to high precision and back; "rule", to other rules."""
+        return ()
 
     def switch(self, layer: nn.Module, recipe: Recipe | None) -> None:
         """Multiply by another of the recipes in `switches` from now on; None: in high precision."""

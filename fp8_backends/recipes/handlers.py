@@ -114,6 +114,9 @@ class Recipe(CommonFields):
             raise RecipeError(f"monitor_every: {compute} cannot tell how its layers cast; leave it out")
         self.__dict__.update(self._derived())
         registry.get_compute(compute).check(self)
+        for recipe in self.recipes if self.by_phase else ():
+            if BF16 not in registry.get_compute(recipe.compute).switches(recipe):
+                raise RecipeError(f"schedule: layers of {recipe.name} cannot change in a run; those of native can")
         if len(self.recipes) > 1:
             _check_together(self)
 
@@ -159,13 +162,10 @@ class Recipe(CommonFields):
 
     def _in_phase(self, word: str) -> Recipe | None:
         """Return the recipe of a phase of `schedule`; None for bf16."""
-        compute = registry.get_compute(self.compute)
-        if "bf16" not in compute.switches:
-            raise RecipeError(f"schedule: {self.name} cannot change its products in a run")
         if word == BF16:
             return None
-        recipe = self._for_layers(word, "schedule")
-        if recipe is not self and (recipe.compute != self.compute or "rule" not in compute.switches):
+        recipe, switches = self._for_layers(word, "schedule"), registry.get_compute(self.compute).switches(self)
+        if recipe is not self and (recipe.compute != self.compute or "rule" not in switches):
             raise RecipeError(f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back")
         if recipe is not self and recipe.scaling in (*_KEEPS_SCALES, "nvfp4"):
             raise RecipeError(f"schedule: {word} is no rule of a phase alone: make it the backend of the run")

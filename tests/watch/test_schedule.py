@@ -151,10 +151,14 @@ def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
         ({"schedule": {5: "native:nvfp4"}}, "native:nvfp4 is no rule of a phase alone"),
         ({"backend": "ao", "schedule": {5: "ao:rowwise"}}, "ao:tensorwise cannot change to ao:rowwise"),
         ({"backend": "te", "schedule": {5: "te:dynamic"}}, "te:delayed cannot change to te:dynamic"),
-        ({"backend": "te+msamp:O2", "schedule": {5: "bf16"}}, "schedule changes layers of te without a level"),
+        ({"backend": "te+msamp:O2", "schedule": {5: "bf16"}}, "layers of te:delayed.msamp:O2 cannot change in a run"),
+        (
+            {"backend": "native+msamp:O2", "layers": {"a": "te:dynamic"}, "schedule": {5: "bf16"}},
+            "layers of te:dynamic.msamp:O2 cannot change in a run",
+        ),
         ({"schedule": {5: "bf16"}, "fused_head": True}, "schedule and fused_head do not go together"),
         ({"backend": "msamp:O2", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "do not go together"),
-        ({"backend": "ao", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "do not go together"),
+        ({"backend": "ao", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "layers of ao:tensorwise"),
     ],
 )
 def test_contradictory_schedules_are_refused_by_name(fields, said):

@@ -58,7 +58,6 @@ class NativeCompute(Compute):
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fast_accumulation", "sums")
-    switches = ("bf16", "rule")
     casts_by = "the layer's own rule"
     takes_transposed = True
 
@@ -100,6 +99,9 @@ class NativeCompute(Compute):
         rule = layer.fp8_rule
         others = tuple(other and other._replace(fast_accumulation=False) for other in rule.others)
         layer.fp8_rule = rule._replace(fast_accumulation=False, others=others)
+
+    def switches(self, recipe: Recipe) -> tuple[str, ...]:
+        return "bf16", "rule"
 
     def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
         rule = layer.fp8_rule._replace(high_precision=(True, True, True)) if recipe is None else layer_rule(recipe)

@@ -49,7 +49,6 @@ class TransformerEngineCompute(Compute):
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fast_accumulation")
-    switches = ("bf16",)
     casts_by = "the native equivalent of TransformerEngine's rule"
     takes_transposed = True
 
@@ -95,8 +94,8 @@ class TransformerEngineCompute(Compute):
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
 
-        if recipe.schedule and recipe.level != "O0":
-            raise RecipeError(f"{recipe.name}: schedule changes layers of te without a level: use native")
+    def switches(self, recipe: Recipe) -> tuple[str, ...]:
+        return ("bf16",) if recipe.level == "O0" else ()
 
     def switch(self, layer: TELayer, recipe: Recipe | None) -> None:
         layer.te_state.paused = recipe is None

@@ -52,7 +52,6 @@ class TorchAOCompute(Compute):
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
     fields: tuple[Field | str, ...] = ("config", *CONFIG_OPTIONS, "fast_accumulation")
-    switches = ("bf16",)
     casts_by = "TorchAO's formulas for the same values"
     takes_transposed = True
 
@@ -88,8 +87,8 @@ class TorchAOCompute(Compute):
                 f"ao:{recipe.scaling}; drop one of the two"
             )
 
-        if asks_for_all_gather(recipe) and recipe.schedule:
-            raise RecipeError("enable_fsdp_float8_all_gather and schedule do not go together: leave one out")
+    def switches(self, recipe: Recipe) -> tuple[str, ...]:
+        return () if asks_for_all_gather(recipe) else ("bf16",)
 
     def switch(self, layer: AOProducts, recipe: Recipe | None) -> None:
         layer.ao_paused = recipe is None
