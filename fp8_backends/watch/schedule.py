@@ -5,6 +5,7 @@ All ranks count the same steps, so they change at the same one without a message
 
 import math
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -44,30 +45,31 @@ class CountSteps:
 def count_steps(models: list[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Count the steps of the first optimizer of each prepared model with a schedule."""
     for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
-        if not prepared.recipe.schedule or prepared.observed.optimizers()[0] is not optimizer:
+        if not prepared.recipe.schedule or optimizer not in prepared.observed.optimizers()[:1]:
             continue
         hooks = optimizer._optimizer_step_post_hooks.values()
         if not any(isinstance(hook, CountSteps) and hook.root() is root for hook in hooks):
             optimizer.register_step_post_hook(CountSteps(root))
 
 
-def follow(root: nn.Module, prepared: Prepared) -> None:
+def follow(root: nn.Module, prepared: Prepared, has_new_layers: bool = False) -> None:
     """Run the layers by the recipe of the present step. Raises `RecipeError` as `check_share`."""
     schedule = prepared.recipe.schedule
     if not schedule:
         return
     begun = [start for start in schedule if start != STEPS and _step_of(start, root, prepared.recipe) <= prepared.steps]
     word = schedule[max(begun)] if begun else ""
-    if word == prepared.phase:
+    if word == prepared.phase and not (has_new_layers and word):
         return
     recipe = prepared.recipe.by_phase[word] if word else prepared.recipe
     for layer in prepared.compute.converted_layers(root).values():
         own = layer.__dict__[CONVERSION].recipe
         of_layers = own is not prepared.recipe and own in prepared.recipe.recipes[1:]
         registry.get_compute(own.compute).switch(layer, own if of_layers and recipe is not None else recipe)
+    if word != prepared.phase:
+        name = word if recipe is None else recipe.name
+        announce(f"{prepared.recipe.name}: {name} from step {prepared.steps} on, by schedule")
     prepared.phase = word
-    name = word if recipe is None else recipe.name
-    announce(f"{prepared.recipe.name}: {name} from step {prepared.steps} on, by schedule")
 
 
 def _step_of(start: int | float, root: nn.Module, recipe: Recipe) -> float:
@@ -79,4 +81,5 @@ def _step_of(start: int | float, root: nn.Module, recipe: Recipe) -> float:
     return round(start * steps) if steps > 0 else math.inf
 
 
-FEATURES["schedule"].update(check_model=check_share, prepare_model=follow, after_proof=count_steps, resume=follow)
+EVENTS = {"check_model": check_share, "after_proof": count_steps, "resume": follow}
+FEATURES["schedule"].update(EVENTS, prepare_model=partial(follow, has_new_layers=True))

@@ -10,6 +10,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import resolve
 from fp8_backends.errors import RecipeError
+from fp8_backends.preparation.optimizer_steps import watch_optimizer
 
 
 def fresh() -> nn.Module:
@@ -97,6 +98,32 @@ def test_resume_across_a_change_is_exact(backend, saved_at):
     its_optimizer.load_state_dict(saved[1])
     assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_layer_added_in_a_phase_follows_it():
+    model, optimizer = prepared({"backend": "native", "schedule": {1: "bf16"}})
+    train(model, optimizer, 1)
+    model.append(nn.Linear(32, 32))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    fp8_backends.prepare(model, optimizer, {"backend": "native", "schedule": {1: "bf16"}})
+    train(model, optimizer, 1, first=1)
+    counts = fp8_backends.audit(model).products
+    assert counts["3"]["fprop"] == 0 and counts["0"]["fprop"] == 1
+
+
+def test_each_model_counts_the_steps_of_its_own_optimizer():
+    spec = {"backend": "native", "schedule": {2: "bf16"}}
+    models = [fresh(), fresh()]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    for model in models:
+        fp8_backends.prepare(model, None, spec)
+    for optimizer in optimizers:
+        watch_optimizer(models, optimizer, resolve(spec))
+    train(models[0], optimizers[0], 3)
+    train(models[1], optimizers[1], 1)
+    assert [fp8_backends.audit(model).products["0"]["fprop"] for model in models] == [2, 1]
+    train(models[1], optimizers[1], 2, first=1)
+    assert fp8_backends.audit(models[1]).products["0"]["fprop"] == 2
 
 
 def test_checkpoint_without_a_count_is_reported(caplog):
