@@ -58,8 +58,8 @@ class Export:
     folder: str
     format: str
     grid: str
-    """Values of a weight under one scale in the file: `tensor`, `channel` (a row), `block` (128 x 128), `tensor_group`
-    (NVFP4) or `group` (MXFP4)."""
+    """Values under one scale in the file: `tensor`, `channel` (a row), `block` (128 x 128), `group` (MXFP8),
+    `tensor_group` (NVFP4) or `4-bit group` (MXFP4)."""
     exact: list[str] = field(default_factory=list)
     """Layers with the current codes of their products."""
     rounded: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the name of an event:
 
-    check_model(model, recipe)                  raise `RecipeError` before anything changes
+    check_recipe(recipe)                        raise `RecipeError` before anything changes
     carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
     before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward

@@ -152,7 +152,7 @@ def _schedule(value: Any) -> dict[str | int | float, str | int]:
     shares = [key for key in schedule if isinstance(key, float)]
     if len(schedule) - (STEPS in schedule) == 0 or shares and len(shares) < len(schedule.keys() - {STEPS, 0}):
         raise ValueError("must have its starts as steps, 100, or as shares of training, 0.9: one kind")
-    return dict(sorted(schedule.items(), key=lambda entry: (entry[0] == STEPS, 0 if entry[0] == STEPS else entry[0])))
+    return schedule
 
 
 def _flag_or_patterns(value: Any) -> bool | tuple[str, ...]:

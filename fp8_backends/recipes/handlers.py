@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 from ..announcement import announce, logger
 from ..compute import hardware, registry
 from ..compute.counts import FPROP, KINDS
-from ..compute.fields import DEFAULT_LEVEL, Field, parsed
+from ..compute.fields import DEFAULT_LEVEL, STATEFUL, Field, parsed
 from ..errors import RecipeError
 from ..words import shortened, shown
 from .fields import (
@@ -158,7 +158,7 @@ class Recipe(CommonFields):
     @property
     def stateful(self) -> Recipe:
         """The recipe of the layers with scales kept from step to step, if any."""
-        return next((recipe for recipe in self.recipes if recipe.scaling in _KEEPS_SCALES), self)
+        return next((recipe for recipe in self.recipes if recipe.scaling in STATEFUL), self)
 
     def _in_phase(self, word: str) -> Recipe | None:
         """Return the recipe of a phase of `schedule`; None for bf16."""
@@ -167,7 +167,7 @@ class Recipe(CommonFields):
         recipe, switches = self._for_layers(word, "schedule"), registry.get_compute(self.compute).switches(self)
         if recipe is not self and (recipe.compute != self.compute or "rule" not in switches):
             raise RecipeError(f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back")
-        if recipe is not self and recipe.scaling in (*_KEEPS_SCALES, "nvfp4"):
+        if recipe is not self and recipe.scaling in (*STATEFUL, "nvfp4"):
             raise RecipeError(f"schedule: {word} is no rule of a phase alone: make it the backend of the run")
         return recipe
 
@@ -177,11 +177,11 @@ class Recipe(CommonFields):
             fp8_format = _GRADIENT_FORMATS[word]
             if self.fp8_format == fp8_format or kind == FPROP:
                 return self
-            if self.scaling in _KEEPS_SCALES:
+            if self.scaling in STATEFUL:
                 raise RecipeError(f"products: {self.name} has one scale for a gradient: give fp8_format={fp8_format!r}")
             return self.replace(fp8_format=fp8_format, products=None, **dict.fromkeys(_WHOLE))
         scaling = scaling_name(self.compute, word, f"products={shown(self.products)}")
-        if scaling in _KEEPS_SCALES and scaling != self.scaling:
+        if scaling in STATEFUL and scaling != self.scaling:
             raise RecipeError(f"products: {scaling} keeps scales from step to step, and serves only all products")
         return self._for_layers(f"{self.compute}:{scaling}", "products")
 
@@ -391,7 +391,6 @@ _WHOLE = ("layers", "schedule")
 _OF_ONE_RULE = ("margin", "interval", "amax_history_len", "amax_compute_algo", "fast_accumulation", "config")
 _OF_ONE_RULE += ("pad_inner_dim",)
 """Fields with a meaning for some scaling rules or one backend only: other layers of a model go without them."""
-_KEEPS_SCALES = ("delayed", "window")
 _GRADIENT_FORMATS = {"e4m3": "E4M3", "e5m2": "HYBRID"}
 
 
@@ -410,7 +409,7 @@ def _with_products(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_together(recipe: Recipe) -> None:
     """Raise `RecipeError` for backends in `layers` that do not go together in one model."""
-    stateful = [other.name for other in recipe.recipes if other.scaling in _KEEPS_SCALES]
+    stateful = [other.name for other in recipe.recipes if other.scaling in STATEFUL]
     if len(stateful) > 1:
         raise RecipeError(f"layers: {' and '.join(stateful)} keep scales from step to step; a model has one such rule")
     by_te = [other.name for other in recipe.recipes if other.compute == "te"]

@@ -37,7 +37,7 @@ def check_machine(recipe: Recipe) -> None:
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert in its state."""
     check_machine(recipe)
-    features.run("check_model", model, recipe)
+    features.run("check_recipe", recipe)
     quantized_layers.check(model, recipe, compute_of(recipe))
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise FP8BackendError(

@@ -21,7 +21,7 @@ from ..torch_tools.modules import CONVERSION
 from ..torch_tools.optimizers import running_trainer
 
 
-def check_share(model: nn.Module, recipe: Recipe) -> None:
+def check_share(recipe: Recipe) -> None:
     """Raise `RecipeError` if a phase of `schedule` begins at a share of an unknown number of steps."""
     shares = [start for start in recipe.schedule or {} if isinstance(start, float)]
     if shares and STEPS not in recipe.schedule and running_trainer() is None:
@@ -57,29 +57,29 @@ def follow(root: nn.Module, prepared: Prepared, has_new_layers: bool = False) ->
     schedule = prepared.recipe.schedule
     if not schedule:
         return
-    begun = [start for start in schedule if start != STEPS and _step_of(start, root, prepared.recipe) <= prepared.steps]
+    begun = [start for start in schedule if start != STEPS and _step_of(start, prepared.recipe) <= prepared.steps]
     word = schedule[max(begun)] if begun else ""
     if word == prepared.phase and not (has_new_layers and word):
         return
     recipe = prepared.recipe.by_phase[word] if word else prepared.recipe
+    of_layers = () if recipe is None else prepared.recipe.recipes[1:]
     for layer in prepared.compute.converted_layers(root).values():
         own = layer.__dict__[CONVERSION].recipe
-        of_layers = own is not prepared.recipe and own in prepared.recipe.recipes[1:]
-        registry.get_compute(own.compute).switch(layer, own if of_layers and recipe is not None else recipe)
+        registry.get_compute(own.compute).switch(layer, own if own in of_layers else recipe)
     if word != prepared.phase:
         name = word if recipe is None else recipe.name
         announce(f"{prepared.recipe.name}: {name} from step {prepared.steps} on, by schedule")
     prepared.phase = word
 
 
-def _step_of(start: int | float, root: nn.Module, recipe: Recipe) -> float:
+def _step_of(start: int | float, recipe: Recipe) -> float:
     """Return the first step of a phase; infinite while a Trainer does not know its number of steps."""
     if isinstance(start, int):
         return start
-    check_share(root, recipe)
+    check_share(recipe)
     steps = recipe.schedule.get(STEPS) or running_trainer().state.max_steps
     return round(start * steps) if steps > 0 else math.inf
 
 
-EVENTS = {"check_model": check_share, "after_proof": count_steps, "resume": follow}
+EVENTS = {"check_recipe": check_share, "after_proof": count_steps, "resume": follow}
 FEATURES["schedule"].update(EVENTS, prepare_model=partial(follow, has_new_layers=True))

@@ -9,7 +9,9 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import resolve
+from fp8_backends.convert.conversion import prepared_roots
 from fp8_backends.errors import RecipeError
+from fp8_backends.formats.scaling import INPUT
 from fp8_backends.preparation.optimizer_steps import watch_optimizer
 
 
@@ -39,6 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:mxfp8", "ao:tensorwise"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bf16_phase_equals_a_restored_model(backend, compiled):
+    torch._dynamo.reset()  # other tests of the process count for its limit of recompilations
     model, optimizer = prepared({"backend": backend, "schedule": {3: "bf16"}})
     run = torch.compile(model, backend="aot_eager") if compiled else model
     losses = train(run, optimizer, 6)
@@ -98,6 +101,16 @@ def test_resume_across_a_change_is_exact(backend, saved_at):
     its_optimizer.load_state_dict(saved[1])
     assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "ao:tensorwise"])
+def test_statistics_know_no_cast_of_a_bf16_phase(backend):
+    model, optimizer = prepared({"backend": backend, "schedule": {1: "bf16"}})
+    ((_, _, record),) = prepared_roots(model)
+    x = torch.randn(16, 32)
+    assert record.compute.cast_of(model[0], INPUT, x) is not None
+    train(model, optimizer, 1)
+    assert record.compute.cast_of(model[0], INPUT, x) is None
 
 
 def test_layer_added_in_a_phase_follows_it():

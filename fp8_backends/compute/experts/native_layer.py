@@ -63,12 +63,8 @@ def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCo
 class FP8Experts(ExpertWeights):
     """Grouped products of all experts of a module."""
 
-    @property
-    def fp8_in_eval(self) -> bool:
-        return self._any.fp8_rule.fp8_in_eval
-
-    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
-        return not all(self._any.fp8_rule.high_precision) and super().runs_in_fp8(experts, hidden_states)
+    def has_fp8_products(self, training: bool) -> bool:
+        return self._any.fp8_rule.runs_in_fp8(training)
 
     def groups(self, ids: torch.Tensor, experts: int) -> Groups:
         return Groups.of(ids, experts)

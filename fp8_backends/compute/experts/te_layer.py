@@ -30,13 +30,8 @@ def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelSta
 class TEExperts(ExpertWeights):
     """Grouped products of all experts of a module."""
 
-    @property
-    def fp8_in_eval(self) -> bool:
-        return next(iter(self.values())).te_state.in_eval
-
-    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
-        paused = next(iter(self.values())).te_state.paused
-        return not paused and super().runs_in_fp8(experts, hidden_states)
+    def has_fp8_products(self, training: bool) -> bool:
+        return next(iter(self.values())).te_state.runs_in_fp8(training)
 
     def groups(self, ids: torch.Tensor, experts: int) -> list[int]:
         """Count the rows of each expert, on the host: TransformerEngine splits by them."""

@@ -34,15 +34,13 @@ from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
+from ..fields import STATEFUL
 from ..products import block_scaled_product, nvfp4_product, scaled_product
 from ..refusals import is_parallel
 from ..tensor_cores import EXACT
 
 FPROP, DGRAD, WGRAD = range(3)
 """Indices into `LayerRule.high_precision`."""
-
-STATEFUL = ("delayed", "window")
-"""Scaling rules with state from step to step."""
 
 
 def _missing(*_) -> None:

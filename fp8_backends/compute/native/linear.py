@@ -205,7 +205,7 @@ class FP8Products(KeepsLedger):
         """Describe the cast for the tensor's first product; None for a sharded weight, or one stored only in FP8."""
         rule = self.fp8_rule
         readers = [product for product in READERS[tensor] if not rule.high_precision[product]]
-        if not (self.training or rule.fp8_in_eval) or not readers:
+        if not rule.runs_in_fp8(self.training) or not readers:
             return None
         rule = rule.of(readers[0])
         fmt = rule.format_of(tensor)

@@ -192,7 +192,7 @@ class TransformerEngineCompute(Compute):
         """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own delayed scales. None
         for a weight that is sharded, or multiplied without a cast."""
         recipe = module.te_state.recipe
-        if not hasattr(type(module), "matrix") or not (module.training or recipe.use_autocast_during_eval):
+        if not hasattr(type(module), "matrix") or not module.te_state.runs_in_fp8(module.training):
             return None
         if tensor == WEIGHT:
             values = module.matrix

@@ -58,6 +58,10 @@ class ModelState:
     def __reduce__(self):
         return ModelState, (self.recipe,)
 
+    def runs_in_fp8(self, training: bool) -> bool:
+        """Return True if layers in this mode have FP8 products."""
+        return (training or self.in_eval) and not self.paused
+
     def update_after_backward(self, forward: bool) -> None:
         """Take the amaxes of gradients, and of inputs too if `forward`, into the scales at the end of the running
         backward: for layers whose own backward does not, since TransformerEngine gave another layer that task."""
@@ -135,7 +139,7 @@ class AroundRoot:
         self.state = state
 
     def before(self, root: nn.Module, args) -> None:
-        if (root.training or self.state.in_eval) and not self.state.paused:
+        if self.state.runs_in_fp8(root.training):
             self._enter(root)
 
     def after(self, root: nn.Module, args, output) -> None:

@@ -168,7 +168,7 @@ class TorchAOCompute(Compute):
 
         config = getattr(module.config, _CAST_CONFIGS[tensor])
         is_plain = not is_distributed(values) and type(values.data) is torch.Tensor
-        if config.scaling_type is ScalingType.DISABLED or not is_plain:
+        if config.scaling_type is ScalingType.DISABLED or not is_plain or module.ao_paused:
             return None
         values = values.detach()
         values = values.t() if tensor == WEIGHT and module.transposed_weight else values

@@ -510,8 +510,10 @@ def test_schedule_pauses_te_as_a_restored_model(scaling):
     by_hand, its_optimizer = prepared(f"te:{scaling}")
     assert losses(by_hand, its_optimizer, BATCHES[:2]) == found
     fp8_backends.restore(by_hand)
+    assert registry.get_compute("te").cast_of(made.first, 0, BATCHES[0]) is None
     assert losses(made, optimizer, BATCHES[2:4]) == losses(by_hand, its_optimizer, BATCHES[2:4])
     assert same(scaling_state(made), before)
+    assert registry.get_compute("te").cast_of(made.first, 0, BATCHES[0]) is not None  # the pause has ended
     counted = fp8_backends.audit(made).products
     assert losses(made, optimizer, BATCHES[4:5]) != losses(by_hand, its_optimizer, BATCHES[4:5])
     assert counted["first"]["fprop"] == 2 and fp8_backends.audit(made).products["first"]["fprop"] == 3
