@@ -2,28 +2,36 @@
 Python's sources, 2,048 tokens a step, AdamW with betas 0.9 and 0.95.
 
     scale_loss.py --json benchmarks/results/scale_loss_cpu_avx2.json --minutes 60
-    scale_loss.py --json benchmarks/results/scale_loss_1000_cpu_avx2.json --steps 1000 --seeds 3 --variants msamp:O2
+    scale_loss.py --json benchmarks/results/scale_loss_gpu.json --workers 14 --minutes 5
+    scale_loss.py --json benchmarks/results/scale_loss_1000_gpu.json --steps 1000 --warmup-share 0.1 --seeds 3
 
 A record is extended by a run at a time, seed by seed over all variants: it can be stopped at any moment, and continued
-on another day on a CPU of the same features. `rows reversed` is the reference with each batch in the reverse order,
-other sums of the same numbers. Gradient release drops each gradient inside backward, so nothing can be clipped, and its
-reference is not clipped either.
+on another day on the same chip. So small a model leaves a GPU idle: `--workers` trains several runs side by side.
+`rows reversed` is the reference with each batch in the reverse order, other sums of the same numbers. Gradient release
+drops each gradient inside backward, so nothing can be clipped, and its reference is not clipped either. The learning
+rate rises over half of 160 steps: after 16 steps of warm-up the losses are higher, and a pair differs five times as
+much.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import multiprocessing
+import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from measuring import cpu_features, machine, plain, table
+import torch
+from measuring import Attempts, cpu_features, machine, plain, table
 
 from fp8_backends.tools.compare.summary import paired_gap
 from fp8_backends.tools.compare.training_run import Run
-from fp8_backends.tools.compare.workload import Settings, TrainingText, load_text
+from fp8_backends.tools.compare.workload import Settings, load_text
 
 BETAS = 0.9, 0.95
 REFERENCE, REVERSED, UNCLIPPED = "reference", "rows reversed", "reference, not clipped"
@@ -40,87 +48,97 @@ class Variant(NamedTuple):
         return math.inf if self.against == UNCLIPPED else 1.0
 
 
+FURTHER = "native:rowwise", "native:blockwise", "ao:tensorwise", "te:delayed", "te:dynamic", "msamp:O1", "msamp:O3"
+"""Trained only if named."""
+OF_BACKENDS = "native:dynamic", "native:delayed", "native:window", "msamp:O2", "msamp:O4", *FURTHER
 VARIANTS = {
     REFERENCE: Variant(),
     REVERSED: Variant(),
-    "native:dynamic": Variant("native:dynamic"),
-    "native:delayed": Variant("native:delayed"),
-    "native:window": Variant("native:window"),
-    "msamp:O2": Variant("msamp:O2"),
-    "msamp:O4": Variant("msamp:O4"),
+    **{name: Variant(name) for name in OF_BACKENDS},
     "msamp:O4, FP8 activations": Variant("msamp:O4", {"saved_activations": "fp8"}),
     UNCLIPPED: Variant(against=UNCLIPPED),
     "msamp:O4, gradient release": Variant("msamp:O4", {"gradient_release": True}, UNCLIPPED),
 }
 
 
-def trained(name: str, seed: int, told: dict, text: TrainingText) -> dict:
+def trained(name: str, seed: int, told: dict) -> dict:
     """Train one variant from one seed, and return its losses."""
     variant, reference, hidden = VARIANTS[name], told["precision"], told["hidden"]
     shape = {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3, "num_hidden_layers": told["layers"]}
     shape["num_attention_heads"] = max(1, hidden // 64)
     settings = Settings(
         reference=reference, shape=shape, steps=told["steps"], seeds=1, batch=8, sequence=256, lr=1e-3,
-        warmup_share=0.1, clip=variant.clip, features=variant.fields, compile=False, loss_gap_bound=0.01, device="cpu",
+        warmup_share=told["warmup_share"], clip=variant.clip, features=variant.fields, compile=False,
+        loss_gap_bound=0.01, device=told["device"],
     )  # fmt: skip
     began = time.perf_counter()
-    run = Run(settings, text, variant.backend or reference, seed)
+    run = Run(settings, _text(), variant.backend or reference, seed)
     for group in run.optimizer.param_groups:
         group["betas"] = BETAS
     if name == REVERSED:
         run.starts = run.starts.flip(1)
-    found = run.train(lambda step, loss: print(f"\r{name}, seed {seed}: step {step}, loss {loss:.3f}", end=""))
-    print()
+    found = run.train(lambda step, loss: None)
     run.accelerator.free_memory()
     kept = {key: found[key] for key in ("held_out_loss", "final_train_loss", "start_checksum", "unmoved")}
     return {"variant": name, "seed": seed, **kept, "minutes": (time.perf_counter() - began) / 60}
 
 
+_text = functools.cache(load_text)
+
+
 def results(runs: list[dict]) -> list[dict]:
-    """Return the paired gap of each variant to its reference, with a 95 % interval."""
-    losses: dict[str, dict[int, float]] = {}
+    """Return the paired gap of each variant to its reference, with a 95 % interval, and the mean minutes of a run."""
+    losses: dict[str, dict[int, float]] = {name: {} for name in VARIANTS}
     for run in runs:
-        losses.setdefault(run["variant"], {})[run["seed"]] = run["held_out_loss"]
+        losses[run["variant"]][run["seed"]] = run["held_out_loss"]
     rows = []
     for name, by_seed in losses.items():
-        against = VARIANTS[name].against
-        gap = None if name == against else paired_gap(by_seed, losses.get(against, {}))
         minutes = [run["minutes"] for run in runs if run["variant"] == name]
-        row = {"variant": name, "seeds": len(by_seed), "minutes": sum(minutes) / len(minutes)}
-        rows.append({**row, "gap": gap and gap.to_dict()})
+        if by_seed:
+            against = VARIANTS[name].against
+            gap = None if name == against else paired_gap(by_seed, losses[against])
+            row = {"variant": name, "seeds": len(by_seed), "minutes": statistics.fmean(minutes)}
+            rows.append({**row, "gap": gap and gap.to_dict()})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=[*VARIANTS.keys() - FURTHER])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--warmup-share", type=float, default=0.5)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, a process each")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after so many")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     record = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"runs": []}
-    told = {name: getattr(arguments, name) for name in ("steps", "hidden", "layers")}
-    told |= {"features": cpu_features(), "precision": plain("cpu")}
+    told = {name: getattr(arguments, name) for name in ("steps", "warmup_share", "hidden", "layers", "device")}
+    chip = machine()["chip"] if arguments.device == "cuda" else cpu_features()
+    told |= {"features": chip, "precision": plain(arguments.device), "text": _text().sha256}
     if record["runs"] and {name: record[name] for name in told} != told:
-        raise SystemExit(f"{arguments.json.name} holds runs of other settings or another CPU: name another file")
-    text, began = load_text(), time.monotonic()
-    # a reference first: each of its pairs is complete with the other run
-    names = [
-        name for name in VARIANTS if name in {*arguments.variants, *(VARIANTS[v].against for v in arguments.variants)}
-    ]
+        raise SystemExit(f"{arguments.json.name} holds runs of other settings or another chip: name another file")
+    asked = {*arguments.variants, *(VARIANTS[name].against for name in arguments.variants)}
+    names = [name for name in VARIANTS if name in asked]  # a reference first: its pairs are complete at once
     done = {(run["seed"], run["variant"]) for run in record["runs"]}
-    for seed, name in ((seed, name) for seed in range(arguments.seeds) for name in names):
-        if (seed, name) in done or time.monotonic() - began > 60 * arguments.minutes:
-            continue
-        record["runs"].append(trained(name, seed, told, text))
-        question = "losses at ten million parameters, paired by seed"
-        written = {"machine": machine(), "question": question, **told, "text": text.sha256, "runs": record["runs"]}
-        unfinished = arguments.json.with_suffix(".part")
-        unfinished.write_text(json.dumps({**written, "results": results(record["runs"])}, indent=1) + "\n")
-        unfinished.replace(arguments.json)
+    jobs = [(name, seed) for seed in range(arguments.seeds) for name in names if (seed, name) not in done]
+    deadline = time.monotonic() + 60 * arguments.minutes
+    attempt = Attempts()
+    with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_before, deadline, *job, told): job for job in jobs}
+        for future in as_completed(running):
+            if (run := attempt("{}, seed {}".format(*running[future]), future.result)) is None:
+                continue
+            record["runs"].append(run)
+            print(f"{run['variant']}, seed {run['seed']}: {run['held_out_loss']:.4f}", flush=True)
+            question = "losses at ten million parameters, paired by seed"
+            written = {"machine": machine(), "question": question, **told, "runs": record["runs"]}
+            unfinished = arguments.json.with_suffix(".part")
+            unfinished.write_text(json.dumps({**written, "results": results(record["runs"])}, indent=1) + "\n")
+            unfinished.replace(arguments.json)
     header = ["variant", "seeds", "minutes a run", "gap, nats", "half width"]
     rows = [
         [
@@ -132,6 +150,12 @@ def main() -> None:
         for row in results(record["runs"])
     ]
     print(table(header, rows))
+    attempt.end()
+
+
+def _before(deadline: float, name: str, seed: int, told: dict) -> dict | None:
+    """Train one variant, unless the time is over; all processes of a machine share its monotonic clock."""
+    return None if time.monotonic() > deadline else trained(name, seed, told)
 
 
 if __name__ == "__main__":

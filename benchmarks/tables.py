@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import targets
-from targets import Records
+from targets import Records, gap
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -165,6 +165,7 @@ def step(records: Records) -> str:
     names = {
         "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
         "step_8b_gpu": "Four layers of Llama 8B at sequence 8192 on a GPU",
+        "step_8b_te_gpu": "The same with ``te``, in another run",
         "step_8b_4096_gpu": "The same at sequence 4096",
         "step_1b_gpu": "Llama 1B at sequence 4096 on a GPU",
         "step_1b_8192_gpu": "The same at sequence 8192",
@@ -385,14 +386,26 @@ def scale_loss(records: Records) -> str:
 
     def made(record: dict) -> str:
         rows = [
-            [each["variant"], each["seeds"], gap(each["gap"]["mean"], each["gap"]["half_width"]), each["minutes"]]
+            [
+                each["variant"],
+                each["seeds"],
+                gap(each["gap"]["mean"], each["gap"]["half_width"]),
+                round(each["minutes"], 2),
+            ]
             for each in record["results"]
             if each["gap"] and each["gap"]["half_width"] is not None
         ]
         header = ["variant", "seeds", "held-out loss \N{MINUS SIGN} its reference's", "minutes a run"]
-        return f"{record['steps']} steps, nats with 95 % intervals:\n\n{rst(header, rows)}"
+        warmup = round(record["warmup_share"] * record["steps"])
+        asked = f"{record['steps']} steps, {warmup} of warm-up, nats with 95 % intervals:"
+        return f"{asked}\n\n{rst(header, rows)}"
 
-    return of_records(records, {"scale_loss_cpu": "A Llama of 10.7 M parameters"}, made)
+    names = {
+        "scale_loss_gpu": "A Llama of 10.7 M parameters on a GPU, 15 runs at a time",
+        "scale_loss_1000_gpu": "The same for longer",
+        "scale_loss_cpu": "The same on a CPU, one run at a time",
+    }
+    return of_records(records, names, made)
 
 
 def rollouts(records: Records) -> str:
@@ -517,10 +530,6 @@ def long_run(records: Records) -> str:
         return rst(["backend", "held-out loss", "above FP32, nats", "the most along the way", "scales stuck"], rows)
 
     return of_records(records, {"long_run_cpu": "A small Llama for many steps, one seed"}, made)
-
-
-def gap(mean: float, half_width: float) -> str:
-    return f"{mean:+.4f} \N{PLUS-MINUS SIGN} {half_width:.4f}".replace("-", "\N{MINUS SIGN}")
 
 
 def largest(records: Records) -> str:
@@ -787,21 +796,19 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
 
 
 def summary(records: Records) -> str:
-    """Return the three figures of `README.rst` by backend: speed and memory on a GPU, and loss on the usual CPU."""
-    features = targets.USUAL[0]
-    measured = records | targets.of_cpu(records, features)
+    """Return the three figures of `README.rst` by backend, of a GPU."""
     rows = [
         [
             quoted(name),
-            *(targets.Figure(what, file, read(backend)).shown(measured) for what, file, read in targets.SUMMARY),
+            *(targets.Figure(what, of(backend), read(backend)).shown(records) for what, of, read in targets.SUMMARY),
         ]
         for name, backend in targets.SUMMARIZED.items()
     ]
-    captions = [
-        f"{setting}: {where(measured[file], features if file.endswith('_cpu') else '')}."
-        for file, setting in targets.SETTINGS.items()
-        if file in measured
-    ]
+    settings: dict[str, list[str]] = {}
+    for file, setting in targets.SETTINGS.items():
+        if file in records:
+            settings.setdefault(where(records[file]), []).append(setting)
+    captions = [f"{'; '.join(told)}: {machine}." for machine, told in settings.items()]
     table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
     return "\n\n".join([table, *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
@@ -816,9 +823,9 @@ def main_figures(records: Records) -> str:
     for name in sorted({row.file for row in targets.FIGURES} & set(measured)):
         machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
         machines[f"{chip}{machine.partition(chip)[2]}"] = None
-    captions = [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
-    for name in {row.file for row in targets.FIGURES_ON_GPU} & set(records):
-        captions.insert(0, f"GPU figures are from one {where(records[name])}.")
+    on_gpu = dict.fromkeys(where(records[row.file]) for row in targets.FIGURES_ON_GPU if row.file in records)
+    captions = [f"GPU figures are from one {'; '.join(on_gpu)}."] if on_gpu else []
+    captions += [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
     return "\n\n".join([rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 
 

@@ -28,7 +28,7 @@ from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
 from ..interface import Recipe
-from .recipes import VERSION, FP8GlobalStateManager, autocast, fast_accumulation_off, recipe_object
+from .recipes import VERSION, FP8GlobalStateManager, autocast, fast_accumulation_off, recipe_object, refuse_cpu
 
 DELAYED_PIPELINE = Refusal(
     "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
@@ -266,6 +266,7 @@ class TELayer:
 
     def _in_region(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """Multiply the rows of x, in the region of the root's forward or in one for this layer."""
+        refuse_cpu(x)
         state = self.te_state
         if inside_backward():
             return self._recomputed(x, *arguments)

@@ -139,10 +139,13 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
     """Return a subclass of TransformerEngine's class and of `original`, so that `isinstance` stays true."""
     import transformer_engine.pytorch as te
 
+    from .recipes import refuse_cpu
+
     base = te.LayerNorm if is_layer_norm else te.RMSNorm
 
     @torch.compiler.disable
     def in_te(self, x: torch.Tensor) -> torch.Tensor:
+        refuse_cpu(x)
         y = base.forward(self, x)
         # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse to change them
         return torch.ops.aten._unsafe_view(y, y.shape)

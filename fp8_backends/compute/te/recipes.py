@@ -8,12 +8,12 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
-import torch  # noqa: F401, before TransformerEngine, which needs the libraries loaded by torch
+import torch  # before TransformerEngine, which needs its libraries
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-from ...errors import BackendUnavailableError, RecipeError
+from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..interface import Recipe
 
 try:
@@ -109,6 +109,16 @@ def check_device(recipe: Recipe) -> None:
         raise BackendUnavailableError(
             f"{recipe.name} cannot run here: TransformerEngine {VERSION}: {reason or 'not on this device'}. "
             f"Fix: use {'te:delayed' if device_support('delayed')[0] else native}"
+        )
+
+
+def refuse_cpu(x: torch.Tensor) -> None:
+    """Raise `FP8BackendError` for a tensor on the CPU of a machine with a GPU."""
+    if x.device.type == "cpu" and torch.cuda.is_available():
+        raise FP8BackendError(
+            "te: a layer got a tensor on the CPU, and TransformerEngine computes on CUDA devices only. Fix: move model "
+            "and inputs to the GPU, without Accelerator(cpu=True), or use the native rule of the same name "
+            "(native:delayed for te:delayed)"
         )
 
 

@@ -125,6 +125,19 @@ def test_te_version_without_external_weights_refuses_only_levels(monkeypatch):
     assert prepared("te:delayed")
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(32, 32), nn.RMSNorm(32)], ids=["Linear", "RMSNorm"])
+def test_model_on_the_cpu_of_a_gpu_machine_is_refused(layer, monkeypatch):
+    made, _ = prepare(nn.Sequential(copy.deepcopy(layer), nn.Linear(32, 32)), None, "te:delayed")
+    x = torch.randn(16, 32)
+    made(x)  # the stand-in computes on the CPU
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(FP8BackendError, match=r"on the CPU.*Fix: move model.*without Accelerator\(cpu=True\)"):
+            made(x)
+        made.eval()(x)
+    assert torch.isfinite(made.train()(x)).all()
+
+
 def unfit(layer, spec):
     return registry.get_compute("te").unfit(layer, resolve(spec))
 
