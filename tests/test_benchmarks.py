@@ -72,7 +72,7 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert bf16["exact_batch"] and level["exact_batch"] and level["largest_batch"] > bf16["largest_batch"] > 0
 
 
-@pytest.mark.parametrize("group", ["first", "first,speed", "fit", "more", "right", "ranks"])
+@pytest.mark.parametrize("group", ["first", "first,speed", "loss", "fit", "more", "right", "ranks"])
 def test_limits_of_gpu_run_parts_fit_in_nine_minutes(group):
     done = rehearse("gpu/run.sh", "--list", "--only", group)
     limits = [int(line.split()[1]) for line in done.stdout.splitlines()]

@@ -6,8 +6,9 @@
 #                                                     and peak memory of each backend, beside what was predicted
 #   benchmarks/gpu/run.sh --out DIR --only speed      every further question of speed
 #   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
+#   benchmarks/gpu/run.sh --out DIR --only loss       losses of 10.7 million parameters, paired by seed, 15 runs at a time
 #   benchmarks/gpu/run.sh --out DIR --only fit        the largest micro-batch and the largest model of each backend
-#   benchmarks/gpu/run.sh --out DIR --only more       further lengths, and messages between ranks
+#   benchmarks/gpu/run.sh --out DIR --only more       further lengths and fields, and messages between ranks
 #   benchmarks/gpu/run.sh --out DIR --nproc 1,2,4,8   further GPUs: the table by the number of ranks, over NCCL
 # --cpu rehearses every line on a small scale without a GPU; --list prints the parts with their seconds and runs none.
 # Prints tables and writes one JSON a question, with chip, versions and date, under DIR; `cp DIR/*_gpu.json
@@ -26,7 +27,7 @@ while [ $# -gt 0 ]; do
     --list) list=1; shift ;;
     --only) only=$2; shift 2 ;;
     --nproc) nproc=$2 only=ranks; shift 2 ;;
-    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only first|speed|right|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
+    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only first|speed|right|loss|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
   esac
 done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -134,10 +135,15 @@ little=$(on "" "--memory 1e7 --sequence 32 --steps 1")
 part fit 220 "$python" "$here/largest.py" --questions batch $little --backends $fitting --json "$out/largest_batch_gpu.json"
 part fit 280 "$python" "$here/largest.py" --questions model $little --backends $fitting --json "$out/largest_model_gpu.json"
 
-# more: further lengths, and the wire
+# more: further lengths, further fields, and the wire
 part more 180 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 4096 --batch 2 --steps 8" "$small") --backends $compared --json "$out/step_8b_4096_gpu.json"
 part more 130 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 8192 --batch 1" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_8192_gpu.json"
+part more 65 "$python" "$here/gpu/check.py" --features $(on "" "--device cpu") --out "$out"
 part more 60 $(ranks) "$here/comm.py" $(on "--elements 1048576,67108864" "--runs 2 --elements 65536") --json "$out/comm_gpu.json"
+
+# loss: what does FP8 cost in loss? Records in DIR are extended
+little=$(on "" "--steps 2 --seeds 1 --hidden 64 --layers 1 --device cpu --workers 2")
+part loss 460 "$python" "$here/scale_loss.py" $(on "--workers 15 --seeds 16 --minutes 7" "$little") --json "$out/scale_loss_gpu.json"
 
 # right: is it right?
 part right 60 "$python" "$here/gpu/check.py" $(on "" "--device cpu --backends native:dynamic") --out "$out"
