@@ -8,6 +8,7 @@ It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares;
 values. Copying a whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
 """
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -300,6 +301,16 @@ def _own(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
     return target
 
 
+def _refuse_fsdp2(func, tensor, *args, **kwargs):
+    """Raise `FP8BackendError` if FSDP2 cuts the matrix up: it would keep plain values."""
+    if all(frame.f_code.co_name != "_init_sharded_param" for frame, _ in traceback.walk_stack(None)):
+        return NotImplemented
+    raise FP8BackendError(
+        "frozen codes of a checkpoint are whole, and FSDP2 would keep plain values of them. Fix: use DDP, or "
+        "fp8_backends.checkpoints.dequantize(model) before fully_shard"
+    )
+
+
 _ON_CODES = {
     aten.detach.default: _same,
     aten.alias.default: _same,
@@ -308,6 +319,7 @@ _ON_CODES = {
     aten._to_copy.default: _part_by_part,
     aten.empty_like.default: _part_by_part,
     aten.copy_.default: _copy_,
+    aten.split.Tensor: _refuse_fsdp2,
 }
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read

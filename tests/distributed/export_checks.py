@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fp8_backends
-from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.errors import FP8BackendError
 from fp8_backends.tensors.block_codes import PACKED_NVFP4, BlockCodes
 from fp8_backends.tensors.scaled_tensor import dequantize_shards
 from fp8_backends.tensors.sharded_tensor import is_distributed
@@ -180,13 +180,15 @@ def check_ddp_trains_over_four_bits_of_first_rank_and_fsdp2_is_refused():
         optimizer.step()
         optimizer.zero_grad()
     assert all(same(each, part) for each, part in zip(first, model[1].weight.parts, strict=True))
-    fully_shard(model)
-    try:
-        fp8_backends.prepare(model, None, spec)
-    except RecipeError as error:
-        assert "nor do codes of a checkpoint" in str(error)
-    else:
-        raise AssertionError("FSDP2 took plain values in place of the codes")
+    unprepared = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    unprepared[0].weight = torch.nn.Parameter(model[1].weight.detach(), requires_grad=False)
+    for each in (model, unprepared):
+        try:
+            fully_shard(each)
+        except FP8BackendError as error:
+            assert "frozen codes of a checkpoint are whole" in str(error)
+        else:
+            raise AssertionError("FSDP2 took plain values in place of the codes")
 
 
 if __name__ == "__main__":
