@@ -62,6 +62,21 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
 
 
+@pytest.mark.slow
+def test_recipe_file_keeps_its_name_beside_its_base(config, capsys, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("backend: native:dynamic\nfused_head: true\n")
+    options = ["--json", "--simulate", "--backend", f"native:dynamic,{file}", "--device", "h100", "--devices", "2"]
+    code, printed = printed_by(capsys, config, *options, "--sharding", "ddp", "--saved-activations", "fp8")
+    found = json.loads(printed.out)
+    assert code == 0
+    base, of_file = found["estimates"]
+    assert (base["backend"], of_file["backend"]) == ("native:dynamic", str(file))
+    assert base["fields"] == of_file["fields"] == {"saved_activations": "fp8"}
+    assert of_file["peak"] < base["peak"]
+    assert [each["backend"] for each in found["simulations"]] == ["native:dynamic", str(file)]
+
+
 @pytest.mark.nightly
 def test_encoder_decoder_has_all_parameters_and_transcript_length(tmp_path, capsys):
     layers = {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()}

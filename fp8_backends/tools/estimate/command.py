@@ -10,20 +10,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...compute import chips, hardware
 from ...compute.rates import CHIPS, pays_from
 from ...errors import FP8BackendError, RecipeError
-from ...recipes.handlers import Recipe, resolve
+from ...recipes.handlers import resolve
 from ...rules import RULES
 from ...rules.validate import validate
 from ...words import share
 from .. import page
 from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
-from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Layout, Workload, estimate
+from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Layout, Workload, estimate, named
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 from .step_time import PARTS
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(model=model, memory=device.memory, chip=device.chip, compiled=args.compile, **settings)
     with Progress(f"tracing a training step of {model.title}") as progress:
         names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
-        backends = [name if name.lower() in BASELINES else _recipe(name, args) for name in names]
+        backends = [name if name.lower() in BASELINES else _with_flags(name, args) for name in names]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
@@ -135,13 +135,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def simulated(
-    workload: Workload, backends: list[str | Recipe], shardings: list[str], on_step: Callable[[str], object]
+    workload: Workload, backends: list[str | dict[str, Any]], shardings: list[str], on_step: Callable[[str], object]
 ) -> dict[tuple[str, str], Simulation]:
     """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate` raises."""
     from .simulation import REPLICATE, SHARD, TENSOR, simulate  # a second: FSDP2, DDP and DTensor
 
     found = {}
-    for sharding, backend in itertools.product(shardings, backends):
+    for sharding, (backend, recipe, _) in itertools.product(shardings, map(named, backends)):
         layout = Layout.parsed(sharding, workload.devices)
         if layout.kind not in ("ddp", "fsdp2") or workload.devices == 1:
             raise FP8BackendError(f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}")
@@ -150,7 +150,7 @@ def simulated(
         on_step(f"{backend} among {workload.devices} ranks")
         one = replace(workload, batch=workload.batch or 1)
         mesh = {name: size for name, size in sizes.items() if size > 1}
-        found[getattr(backend, "name", backend), sharding] = simulate(one, backend, mesh)
+        found[backend, sharding] = simulate(one, recipe or backend, mesh)
     return found
 
 
@@ -165,12 +165,12 @@ def _traffic(simulations: dict[tuple[str, str], Simulation]) -> list[list[str]]:
     return rows
 
 
-def _recipe(name: str, args: argparse.Namespace) -> Recipe:
-    """Resolve a backend with the flags' fields; a field of levels goes to levels, a field of others to the others."""
+def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Add the flags' fields to a backend; a field of levels goes to levels, a field of others to the others."""
     is_level = resolve(name).level != "O0"
     more = {"gradient_release": True} if args.gradient_release and is_level else {}
     more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
-    return resolve({"backend": name, **features_of(args), **more})
+    return {"backend": name, **features_of(args), **more}
 
 
 class Change(NamedTuple):

@@ -7,7 +7,7 @@ of activations. Models with different layers are traced whole. `Rank` derives th
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from ...compute.mixed import compute_of
 from ...compute.rates import CHIPS
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
+from ...recipes.strings import names_file
 from ...states.levels import WEIGHT
 from ...words import shown
 from ..terminal import FEATURES
@@ -114,7 +115,7 @@ class Estimate:
     largest_batch: int | None = None
     """Sequences of one device that fit; 0: not one."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of the recipe besides its string."""
+    """Fields of the recipe besides those in its string or file."""
     refused: str = ""
     """Reason why this backend cannot train under this sharding; nothing else is then set."""
     notes: list[str] = field(default_factory=list)
@@ -156,20 +157,30 @@ def estimate(
     layouts = {sharding: Layout.parsed(sharding, workload.devices) for sharding in shardings}
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
     workload.check_sequence()
-    recipes = []
-    for name in backends:
-        baseline = str(name).lower()
-        recipe = None if baseline in BASELINES else resolve(name)
-        recipes.append((baseline if recipe is None else recipe.name, recipe))
+    recipes = [named(backend) for backend in backends]
     traced = {} if traced is None else traced
     estimates = []
     for sharding in shardings:
-        for name, recipe in recipes:
+        for name, recipe, fields in recipes:
             on_backend(name)
             estimates.append(_estimate(workload, name, recipe, sharding, layouts[sharding], traced))
+            estimates[-1].fields = fields
     if estimates and all(each.refused for each in estimates):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in estimates)))
     return estimates
+
+
+def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
+    """Return a backend's name, its recipe (None without FP8), and the fields not in this name. A recipe file has its
+    path as a name."""
+    baseline = str(backend).lower()
+    if baseline in BASELINES:
+        return baseline, None, {}
+    recipe, given = resolve(backend), backend if isinstance(backend, Mapping) else {"backend": backend}
+    if names_file(file := given.get("backend")):
+        return file, recipe, {name: value for name, value in given.items() if name != "backend"}
+    of_string = ("backend", "scaling", "opt_level")
+    return recipe.name, recipe, {name: value for name, value in recipe.to_kwargs().items() if name not in of_string}
 
 
 def _estimate(
@@ -177,9 +188,6 @@ def _estimate(
 ) -> Estimate:
     """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings share."""
     result = Estimate(backend, sharding, workload.devices)
-    if recipe is not None:
-        of_string = ("backend", "scaling", "opt_level")
-        result.fields = {name: value for name, value in recipe.to_kwargs().items() if name not in of_string}
     if layout.kind in DEEPSPEED and recipe is not None and recipe.level != "O0":
         if layout.kind == "zero3":
             result.refused = f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
