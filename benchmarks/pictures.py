@@ -539,7 +539,8 @@ def monitor() -> Picture:
 def speed() -> Picture:
     """Tokens per second over bf16's, on an H200."""
     found = record("step_8b_gpu")
-    machine, results = found["machine"], found["results"]
+    te = [each for each in record("step_8b_te_gpu")["results"] if each["backend"].startswith("te:")]
+    machine, results = found["machine"], [*found["results"], *te]
     picture = Picture("Tokens per second on an H200, over bf16's")
     sentences = []
     largest = max(each["times_plain"]["high"] for each in results)
@@ -565,14 +566,48 @@ def speed() -> Picture:
     picture.note(
         f"Four layers of Llama 8B on one {machine['chip']}, {arguments['sequence']:,} tokens a step, "
         f"{arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao {machine['torchao']}, "
-        f"{dated(machine['date'])}; with 95 % intervals. Whole steps in TransformerEngine: not measured yet."
+        f"{dated(machine['date'])}; with 95 % intervals. te: in another run, a day later."
     )
     picture.description = f"bf16: 1; {'; '.join(sentences)}"
     return picture
 
 
+OF_LOSSES = (
+    "rows reversed", "native:dynamic", "native:delayed", "ao:tensorwise", "te:delayed", "msamp:O2", "msamp:O4"
+)  # fmt: skip
+
+
+def losses() -> Picture:
+    """Losses of 10.7 million parameters minus bf16's, on an H200."""
+    found = record("scale_loss_gpu")
+    machine, by_name = found["machine"], {each["variant"]: each for each in found["results"]}
+    ran = {
+        name: {run["seed"]: run["held_out_loss"] for run in found["runs"] if run["variant"] == name} for name in by_name
+    }
+    picture = Picture("FP8's loss at 10.7 M parameters, minus bf16's")
+    picture.heading("Held-out loss minus bf16's at 10.7 M parameters, nats")
+    intervals, sentences = [], []
+    for number, name in enumerate(OF_LOSSES):
+        gap, label = by_name[name]["gap"], "bf16, other sums" if name == "rows reversed" else name
+        text = with_minus_signs(f"{gap['mean']:+.4f} ± {gap['half_width']:.4f}")
+        points = [ran[name][seed] - ran["reference"][seed] for seed in ran[name]]
+        ink = f"var(--{f'c{number}' if number else 'reference'})"
+        intervals.append(page.Interval(label, ink, gap["mean"], gap["low"], gap["high"], points, text))
+        sentences.append(f"{label}: {text}")
+    label = "dashed: bound of 0.01 nats; bars: 95 % intervals"
+    picture.chart(page.intervals(intervals, 0.01, 0.0, "Loss gaps to bf16", label))
+    seeds = " or ".join(sorted({str(by_name[name]["seeds"]) for name in OF_LOSSES}))
+    picture.note(
+        f"A Llama of 10.7 M parameters on one {machine['chip']}, {seeds} seeds of {found['steps']} steps, paired by "
+        f"seed, weights and data; torch {plain(machine['torch'])}, {dated(machine['date'])}. bf16, other sums: rows "
+        "of each batch reversed."
+    )
+    picture.description = "; ".join(sentences)
+    return picture
+
+
 ALL: dict[str, Callable[[], Picture]] = {
-    draw.__name__: draw for draw in (comparison, bytes_by_level, wire, decision_tree, memory_8b, monitor, speed)
+    draw.__name__: draw for draw in (comparison, bytes_by_level, wire, decision_tree, memory_8b, monitor, speed, losses)
 }
 
 
