@@ -174,7 +174,7 @@ def losses_of_a_pipeline(stage: nn.Module, backend: str, schedule: type, data: l
     for ids in data:
         parts = []
         if rank == 0:
-            pipeline.step(ids[:, :-1])
+            pipeline.step(ids[:, :-1].contiguous())  # torch 2.11 compares strides
         else:
             pipeline.step(target=ids[:, 1:], losses=parts)
         optimizer.step()
