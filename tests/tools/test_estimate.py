@@ -62,7 +62,7 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recipe_file_keeps_its_name_beside_its_base(config, capsys, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("backend: native:dynamic\nfused_head: true\n")

@@ -38,7 +38,7 @@ def test_calibrating_steps_lie_within_the_spreads():
     assert max(abs(math.log1p(row[5])) for row in rows) <= rates.constant("spread of ratios")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_published_runs_are_predicted_blindly():
     """Median and worst error of speeds over bf16: at most 7 % and 15 %; each lies in its interval."""
     rows = published.all_rows()
@@ -138,6 +138,7 @@ def test_batch_zero_is_the_largest_that_fits():
         Workload(model=llama(), batch=0)
 
 
+@pytest.mark.nightly
 def test_changes_are_listed_with_their_bytes_where_nothing_fits():
     workload = Workload(model=llama(), sequence=256, memory=2**25, chip="h200")
     found = changes(workload, estimate(workload, ["bf16", "msamp:O4"]), lambda title: None)
