@@ -77,8 +77,9 @@ def part_obstacle(layer: nn.Module, weight: torch.Tensor, multiple: int, otherwi
         return None
     mesh = weight.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for placed, ranks, name in zip(weight.placements, mesh.shape, names, strict=True):
-        is_fsdp = mesh.ndim > 1 and name != "tp"  # FSDP gathers its shards before the product
+    for dimension, placed in enumerate(weight.placements):
+        ranks = mesh.size(dimension)  # Dynamo of torch 2.11 does not iterate over `mesh.shape`
+        is_fsdp = mesh.ndim > 1 and names[dimension] != "tp"  # FSDP gathers its shards before the product
         if placed.is_replicate() or ranks == 1 or is_fsdp or placed.dim % weight.dim() < weight.dim() - 2:
             continue  # or whole matrices on each rank
         size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each packed weight

@@ -276,9 +276,7 @@ def _trace(
             collectives.seen.clear()
             batch = shape.make_batch(workload.batch, workload.sequence)
             training.step({key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}, enter)
-        tracker.peaks["step"][ACTIVATIONS] = (
-            0  # kernels make no copies; the levels' eager code and torch 2.11 do
-        )
+        tracker.peaks["step"][ACTIVATIONS] = 0  # kernels make no copies; the levels' eager code and torch 2.11 do
     return Simulation(collectives.seen, tracker.peaks)
 
 
