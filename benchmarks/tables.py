@@ -807,8 +807,9 @@ def summary(records: Records) -> str:
     settings: dict[str, list[str]] = {}
     for file, setting in targets.SETTINGS.items():
         if file in records:
-            settings.setdefault(where(records[file]), []).append(setting)
-    captions = [f"{'; '.join(told)}: {machine}." for machine, told in settings.items()]
+            told = setting.format(seeds=targets.seeds_of(records[file]))
+            settings.setdefault(where(records[file]), []).append(told)
+    captions = [f"{'; '.join(each)}: {machine}." for machine, each in settings.items()]
     table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
     return "\n\n".join([table, *filter(None, [textwrap.fill(" ".join(captions), 120)])])
 

@@ -345,6 +345,12 @@ SUMMARIZED = {"native": "native:dynamic", "ao": "ao:tensorwise", "te": "te:delay
 """Backends by their short names."""
 
 
+def seeds_of(record: dict) -> str:
+    """Return the numbers of seeds of these backends' losses."""
+    found = {each["seeds"] for each in record.get("results", ()) if each.get("variant") in SUMMARIZED.values()}
+    return " or ".join(map(str, sorted(found)))
+
+
 def step_of(backend: str) -> str:
     """Return the record with a step of this backend."""
     return _8B_TE if backend.startswith("te:") else _8B
@@ -376,7 +382,7 @@ SUMMARY = (
 SETTINGS = {
     _8B: "Speed and memory: four layers of Llama 8B, sequence 8192, compiled",
     _8B_TE: "``te`` in another run",
-    _LOSS: "loss: a Llama of 10.7 M parameters, 160 steps, 11 or 12 seeds, 95 % intervals",
+    _LOSS: "loss: a Llama of 10.7 M parameters, 160 steps, {seeds} seeds, 95 % intervals",
 }
 
 
