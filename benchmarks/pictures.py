@@ -22,6 +22,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+import targets
+
 from fp8_backends.compute import chips
 from fp8_backends.states.levels import STATE_FORMATS
 from fp8_backends.tools import page
@@ -589,14 +591,15 @@ def losses() -> Picture:
     intervals, sentences = [], []
     for number, name in enumerate(OF_LOSSES):
         gap, label = by_name[name]["gap"], "bf16, other sums" if name == "rows reversed" else name
-        text = with_minus_signs(f"{gap['mean']:+.4f} ± {gap['half_width']:.4f}")
+        text = targets.gap(gap["mean"], gap["half_width"])
         points = [ran[name][seed] - ran["reference"][seed] for seed in ran[name]]
         ink = f"var(--{f'c{number}' if number else 'reference'})"
         intervals.append(page.Interval(label, ink, gap["mean"], gap["low"], gap["high"], points, text))
         sentences.append(f"{label}: {text}")
-    label = "dashed: bound of 0.01 nats; bars: 95 % intervals"
-    picture.chart(page.intervals(intervals, 0.01, 0.0, "Loss gaps to bf16", label))
-    seeds = " or ".join(sorted({str(by_name[name]["seeds"]) for name in OF_LOSSES}))
+    bound = summary.LOSS_GAP_BOUND
+    label = f"dashed: bound of {bound:g} nats; bars: 95 % intervals"
+    picture.chart(page.intervals(intervals, bound, 0.0, "Loss gaps to bf16", label))
+    seeds = targets.seeds_of(found, OF_LOSSES)
     picture.note(
         f"A Llama of 10.7 M parameters on one {machine['chip']}, {seeds} seeds of {found['steps']} steps, paired by "
         f"seed, weights and data; torch {plain(machine['torch'])}, {dated(machine['date'])}. bf16, other sums: rows "

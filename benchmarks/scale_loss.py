@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from measuring import Attempts, cpu_features, machine, plain, table
 
-from fp8_backends.tools.compare.summary import paired_gap
+from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.tools.compare.training_run import Run
 from fp8_backends.tools.compare.workload import Settings, load_text
 
@@ -69,7 +69,7 @@ def trained(name: str, seed: int, told: dict) -> dict:
     settings = Settings(
         reference=reference, shape=shape, steps=told["steps"], seeds=1, batch=8, sequence=256, lr=1e-3,
         warmup_share=told["warmup_share"], clip=variant.clip, features=variant.fields, compile=False,
-        loss_gap_bound=0.01, device=told["device"],
+        loss_gap_bound=LOSS_GAP_BOUND, device=told["device"],
     )  # fmt: skip
     began = time.perf_counter()
     run = Run(settings, _text(), variant.backend or reference, seed)

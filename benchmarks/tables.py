@@ -807,7 +807,7 @@ def summary(records: Records) -> str:
     settings: dict[str, list[str]] = {}
     for file, setting in targets.SETTINGS.items():
         if file in records:
-            told = setting.format(seeds=targets.seeds_of(records[file]))
+            told = setting.format(seeds=targets.seeds_of(records[file], targets.SUMMARIZED.values()))
             settings.setdefault(where(records[file]), []).append(told)
     captions = [f"{'; '.join(each)}: {machine}." for machine, each in settings.items()]
     table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)

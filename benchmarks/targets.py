@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -345,9 +345,9 @@ SUMMARIZED = {"native": "native:dynamic", "ao": "ao:tensorwise", "te": "te:delay
 """Backends by their short names."""
 
 
-def seeds_of(record: dict) -> str:
-    """Return the numbers of seeds of these backends' losses."""
-    found = {each["seeds"] for each in record.get("results", ()) if each.get("variant") in SUMMARIZED.values()}
+def seeds_of(record: dict, variants: Collection[str]) -> str:
+    """Return the numbers of seeds of these variants' losses; empty for a record of anything else."""
+    found = {each["seeds"] for each in record["results"] if each.get("variant") in variants}
     return " or ".join(map(str, sorted(found)))
 
 

@@ -195,13 +195,9 @@ def training(name: str, device: str, label: str, compiled: bool, **fields) -> No
     for where in ("cpu", device):
         torch._dynamo.reset()
         AcceleratorState._reset_state(True)
-        accelerator = Accelerator(
-            mixed_precision="fp8",
-            cpu=where == "cpu",
-            kwargs_handlers=[
-                fp8_backends.FP8RecipeKwargs(backend=on_cpu(backend) if where == "cpu" else backend, **fields)
-            ],
-        )
+        there = on_cpu(backend) if where == "cpu" else backend
+        handler = fp8_backends.FP8RecipeKwargs(backend=there, **fields)
+        accelerator = Accelerator(mixed_precision="fp8", cpu=where == "cpu", kwargs_handlers=[handler])
         model = build("tiny", 64, "cpu")
         model.load_state_dict(initial)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -241,10 +237,10 @@ def main() -> int:
     mode = "compiled" if arguments.compile else "eager"
     # else Inductor's division on a GPU may change a scale's last bit, and with it every code on a tie
     torch._inductor.config.eager_numerics.division_rounding = True
-    if not arguments.compile and not arguments.features:
-        attempt("codes", same_codes, device, arguments.quick)
-        attempt("non-finite shows", non_finite, device, arguments.quick)
     if not arguments.features:
+        if not arguments.compile:
+            attempt("codes", same_codes, device, arguments.quick)
+            attempt("non-finite shows", non_finite, device, arguments.quick)
         attempt(f"optimizer {mode}", optimizer_step, device, arguments.compile, arguments.quick)
         attempt(f"products {mode}", products, device, arguments.compile, arguments.quick)
     trained = FEATURES if arguments.features else dict.fromkeys(arguments.backends.split(","), {})

@@ -13,6 +13,7 @@ from .fields import check_known, parsed, word
 
 INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.4'"
 """Installs the extra `te`; this package is on no index."""
+INSTEAD_OF_TE = "use the native rule of the same name (native:delayed for te:delayed), which has the same codes"
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"

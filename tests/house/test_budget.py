@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fp8_backends
 
-LINES, FILES = 40_014, 197
+LINES, FILES = 40_015, 197
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 
 PRIVATE = 29

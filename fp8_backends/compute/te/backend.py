@@ -35,7 +35,6 @@ REINSTALL = (
     "reinstall TransformerEngine for this PyTorch and CUDA, as "
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/installation.html describes"
 )
-_INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same codes"
 
 _BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
 """Block shapes of activations and gradients, and of weights."""
@@ -58,13 +57,13 @@ class TransformerEngineCompute(Compute):
                 False,
                 "TransformerEngine is not installed",
                 f"{chips.INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
-                f"{_INSTEAD}",
+                f"{chips.INSTEAD_OF_TE}",
             )
         if not _has_compiled_part():
             return Availability(
                 False,
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
-                f"{chips.INSTALL_TE}, or {_INSTEAD}",
+                f"{chips.INSTALL_TE}, or {chips.INSTEAD_OF_TE}",
             )
         if "transformer_engine.pytorch" in sys.modules:  # it checks the versions of driver and libraries
             from .recipes import device_support
@@ -76,7 +75,7 @@ class TransformerEngineCompute(Compute):
             supported = cell.state_with(hardware.cuda_release()) != chips.REFUSED
             reason = f"{chips.NOTES[cell.note].reason} (here: {chip.title})" if cell.note else ""
         if not supported:
-            return Availability(False, reason, _INSTEAD)
+            return Availability(False, reason, chips.INSTEAD_OF_TE)
         return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
 
     def check(self, recipe: Recipe) -> None:
@@ -247,7 +246,8 @@ def load() -> Any:
         import transformer_engine.pytorch as te
     except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
         reason = f"importing TransformerEngine fails with {type(error).__name__}: {error}"
-        raise BackendUnavailableError(f"te cannot run here: {reason}. Fix: {REINSTALL}, or {_INSTEAD}") from error
+        fix = f"{REINSTALL}, or {chips.INSTEAD_OF_TE}"
+        raise BackendUnavailableError(f"te cannot run here: {reason}. Fix: {fix}") from error
     return te
 
 

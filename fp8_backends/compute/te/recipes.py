@@ -14,6 +14,7 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
+from .. import chips
 from ..interface import Recipe
 
 try:
@@ -117,8 +118,7 @@ def refuse_cpu(x: torch.Tensor) -> None:
     if x.device.type == "cpu" and torch.cuda.is_available():
         raise FP8BackendError(
             "te: a layer got a tensor on the CPU, and TransformerEngine computes on CUDA devices only. Fix: move model "
-            "and inputs to the GPU, without Accelerator(cpu=True), or use the native rule of the same name "
-            "(native:delayed for te:delayed)"
+            f"and inputs to the GPU, without Accelerator(cpu=True), or {chips.INSTEAD_OF_TE}"
         )
 
 
