@@ -4,7 +4,7 @@ layers. Prints JSON.
 The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is compiled; embedding, last
 norm, head and loss are eager.
 
-    compiled_layers.py BACKEND [--shape 8b-4layers] [--tokens 8192] [--chip H200] [--no-machine-code]
+    compiled_layers.py BACKEND [--shape 8b-4layers] [--tokens 8192] [--chip H200] [--no-machine-code] [--layer]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 import inductor  # noqa: E402
 import machine  # noqa: E402
+import machine_code  # noqa: E402
 import outside  # noqa: E402
 import roofline  # noqa: E402
 from specs import convert  # noqa: E402
@@ -44,7 +45,7 @@ class FeedForward(nn.Module):
 class Traces(NamedTuple):
     layer: Traced
     """A decoder layer."""
-    block: Traced
+    block: Traced | None
     """Only its feed-forward block."""
     parameters: int
     """Parameters of the whole model."""
@@ -54,7 +55,7 @@ class Traces(NamedTuple):
     """Parameters of the whole model stored in scaled precision."""
 
 
-def traces(spec: str, shape: str, tokens: int) -> Traces:
+def traces(spec: str, shape: str, tokens: int, with_block: bool = True) -> Traces:
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,7 +70,7 @@ def traces(spec: str, shape: str, tokens: int) -> Traces:
         rotations = tuple(torch.empty(1, tokens, width, device="cuda") for _ in range(2))
         table = select_decomp_table()
         whole = traced(layer, x, position_embeddings=rotations, decompositions=table)
-        block = traced(FeedForward(layer), x, decompositions=table)
+        block = traced(FeedForward(layer), x, decompositions=table) if with_block else None
         scaled, stored = (
             sum(each.numel() for each in part.parameters() if isinstance(each, ScaledTensor))
             for part in (model.model.layers, model)
@@ -87,14 +88,17 @@ def saved_bytes(forward: list[Graph]) -> int:
     return total
 
 
-def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
+def compiled(graphs: Traced) -> list[inductor.Compiled]:
+    forward = [inductor.compiled(graph, False) for graph in graphs.forward]
+    return forward + [inductor.compiled(graph, True) for graph in graphs.backward]
+
+
+def summary(graphs: int, codes: list[inductor.Compiled], chip: machine.Chip, reads_code: bool) -> dict:
     """Figures of compiled graphs. Seconds are of forward and backward together."""
-    codes = [inductor.compiled(graph, False) for graph in graphs.forward]
-    codes += [inductor.compiled(graph, True) for graph in graphs.backward]
     kernels = [each for code in codes for each in code.kernels]
     products = [each for code in codes for each in code.products]
     found = {
-        "graphs": len(graphs.forward),
+        "graphs": graphs,
         "kernels": len(kernels),
         "bytes": sum(each.bytes for each in kernels),
         "products": [each._asdict() for each in products],
@@ -102,12 +106,24 @@ def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
         "seconds": {
             "products": sum(roofline.of_product(each) for each in products),
             "attention": sum(roofline.of_attention(each) for code in codes for each in code.attentions),
-            "kernels": sum(roofline.of_generated(each, chip, machine_code) for each in kernels),
+            "kernels": sum(roofline.of_generated(each, chip, reads_code) for each in kernels),
         },
     }
-    if machine_code:
+    if reads_code:
         found["largest"] = [largest(each, chip) for each in sorted(kernels, key=lambda each: -each.bytes)[:16]]
     return found
+
+
+def fp8_stores(codes: list[inductor.Compiled]) -> dict:
+    """Look at the kernels with FP8 results: min.NaN and max.NaN, next to which Triton 3.8 may write garbage
+    (triton-lang/triton#11111), and elements stored byte by byte."""
+    kernels = {(each.name, each.source) for code in codes for each in code.kernels}
+    kernels = [each for each in kernels if machine_code.has_fp8_results(each[1])]
+    return {
+        "kernels": len(kernels),
+        "with_nan_instructions": sum(machine_code.nan_instructions(*each) > 0 for each in kernels),
+        "bytewise": sum(machine_code.bytewise_stores(*each) for each in kernels),
+    }
 
 
 def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
@@ -144,13 +160,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--chip", choices=list(machine.CHIPS), default="H200")
     parser.add_argument("--no-machine-code", action="store_true", help="times from bytes alone, in a tenth of the time")
+    parser.add_argument("--layer", action="store_true", help="only the layer, and its stores of FP8")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chip = machine.CHIPS[arguments.chip]
     machine.pretend(chip)
     shape, tokens = arguments.shape, arguments.tokens
-    seen = traces(arguments.backend, shape, tokens)
-    layer, block = summary(seen.layer, chip, not arguments.no_machine_code), summary(seen.block, chip, False)
+    seen = traces(arguments.backend, shape, tokens, with_block=not arguments.layer)
+    codes = compiled(seen.layer)
+    layer = summary(len(seen.layer.forward), codes, chip, not arguments.no_machine_code)
+    if arguments.layer:
+        print(json.dumps({"backend": arguments.backend, "layer": layer, "fp8_stores": fp8_stores(codes)}))
+        return
+    block = summary(len(seen.block.forward), compiled(seen.block), chip, False)
     around = outside.recorded(lambda: build(shape, tokens, "meta"), arguments.backend, tokens)
     found = {
         "backend": arguments.backend,

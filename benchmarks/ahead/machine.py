@@ -15,7 +15,9 @@ import types
 from typing import NamedTuple
 
 import torch
+import torch.cuda.graphs
 from torch._guards import active_fake_mode
+from torch._subclasses import fake_tensor
 
 
 class Chip(NamedTuple):
@@ -81,6 +83,8 @@ def pretend(chip: Chip) -> None:
     torch.cuda.get_device_name = lambda *_: chip.name
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *_: None
+    torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = lambda: False
+    fake_tensor.init_gpu_context = lambda *_: None  # torch 2.11 creates a tensor there
     _pretend_to_triton(chip)
     _pretend_to_inductor(chip)
 
@@ -136,7 +140,7 @@ def _pretend_to_inductor(chip: Chip) -> None:
     from torch._inductor import config
     from torch._inductor.runtime import hints, triton_helpers
 
-    triton_utilities.has_triton = scheduler.has_triton = lambda *_: True
+    triton_utilities.has_triton = scheduler.has_triton = lambda *_, **__: True
     triton_helpers.set_driver_to_gpu = lambda: None
     properties = torch.cuda.get_device_properties(0)
     fields = {name: getattr(properties, name) for name in hints.DeviceProperties._fields if hasattr(properties, name)}

@@ -175,7 +175,7 @@ def of_inductor(name: str, source: str, number: int = 0) -> Analysis:
     """Compile the kernel in one of the configurations among which Inductor would choose by measuring: they differ in
     tiles and warps."""
     tuner = tuner_of(name, source)
-    sizes = {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
+    sizes = _sizes(source)
     return _analysed(tuner, tuner.configs[number], source, math.prod(sizes.values()), sizes)
 
 
@@ -212,6 +212,37 @@ def _analysed(tuner, config, source: str, elements: int, sizes: dict[str, int]) 
         trips_in_one = max(1, round(loaded / (read * per_thread))) if read else 1
         work += Work.of(loop, elements / (per_thread * trips_in_one))
     return Analysis(elements, work, code.registers, code.stack)
+
+
+def has_fp8_results(source: str) -> bool:
+    return re.search(r"'(?:in_)?out_ptr\d+': '\*fp8", source) is not None
+
+
+def nan_instructions(name: str, source: str) -> int:
+    """Count the PTX instructions `min.NaN` and `max.NaN` of a kernel. Its configurations have the same ones."""
+    tuner = tuner_of(name, source)
+    made = made_for(machine.CHIPS["H200"].target, tuner, tuner.configs[0])
+    return len(re.findall(r"\b(?:min|max)(?:\.ftz)?\.NaN", made.asm["ptx"]))
+
+
+def bytewise_stores(name: str, source: str) -> int:
+    """Return the elements that a reduction kernel stores byte by byte at a stride, in each of its configurations:
+    neighbouring bytes are stored so far apart in time that no cache joins them."""
+    if "@triton_heuristics.pointwise" in source:
+        return 0
+    addresses = re.findall(r"tl\.store\(\w+ \+ \(([^\n]*?)\), ", source)
+    strided = sum(re.search(r"\d{3,}\*\(*r0_", address) is not None for address in addresses)
+    if not strided:
+        return 0
+    tuner = tuner_of(name, source)
+    codes = (_compiled(tuner, config) for config in tuner.configs)
+    if min(sum(each.kind == "STG" and each.bytes == 1 for each in code.operations) for code in codes) < 4:
+        return 0
+    return strided * math.prod(_sizes(source).values())
+
+
+def _sizes(source: str) -> dict[str, int]:
+    return {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
 
 
 def _compiled(tuner, config) -> Code:

@@ -128,8 +128,11 @@ def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
         amax = tensor_amax(x)
         return amax if amax == amax else tensor_amax(without_nan(x))  # copies x only if it has a NaN
     x = x if keep_nan else without_nan(x)
-    # Inductor makes two reductions of `aminmax` and materializes their common input
-    return x.abs().amax().float() if torch.compiler.is_compiling() else tensor_amax(x)
+    if not torch.compiler.is_compiling():
+        return tensor_amax(x)
+    # Inductor makes two reductions of `aminmax` and materializes their common input. It fuses maxima of rows with the
+    # cast in kernels that have tiled stores; a whole amax gets stores of single bytes, or a pass of its own
+    return x.abs().amax(-1).amax().float()
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:

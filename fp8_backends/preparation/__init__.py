@@ -20,6 +20,7 @@ from ..recipes.strings import level_name
 from ..rules import preconditions
 from ..states import original
 from ..tensors.block_codes import SQUARE_CODES
+from ..torch_tools.inductor import guard_byte_stores
 from ..torch_tools.modules import check_is_module
 from ..torch_tools.optimizers import check_is_optimizer
 from ..words import shown
@@ -85,6 +86,8 @@ def initialize(
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
+    if torch.cuda.is_available():
+        guard_byte_stores()
     fsdp2.reshard(model)  # gathered weights are no Parameters
     preconditions.check_model(model, recipe)
     compute = compute_of(recipe)

@@ -5,14 +5,20 @@ from collections.abc import Callable
 from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, described, release
 from .setup import Setup, error, warning
 
-TORCH = (2, 11)
-"""The oldest PyTorch in this package's tests (`install_requires`)."""
+TORCH = (2, 11), (2, 15)
+"""The oldest PyTorch in this package's tests (`install_requires`), and the newest with code for a GPU looked at."""
 CUDA = (12, 4)
 """The oldest CUDA for FP8 training according to Axolotl and TorchAO."""
 
 
 def _old_torch(setup: Setup, needed: tuple[int, int]) -> str:
     return f"torch {release(setup.machine.torch)}" if setup.machine.torch < needed else ""
+
+
+def _untried_torch(setup: Setup) -> str:
+    torch = setup.machine.torch
+    is_tried = TORCH[0] <= torch and (torch <= TORCH[1] or not setup.machine.has_gpu)
+    return "" if is_tried else f"torch {release(torch)}"
 
 
 def _emulated_or_refused(setup: Setup) -> str:
@@ -63,9 +69,9 @@ CHIP_RULES = (
     ),
     warning(
         "torch_untried",
-        lambda s: _old_torch(s, TORCH),
-        f"this package was tried with torch {release(TORCH)} and newer",
-        f"install torch {release(TORCH)} or newer",
+        _untried_torch,
+        f"this package was tried with torch {release(TORCH[0])} to {release(TORCH[1])}",
+        f"install torch {release(TORCH[0])} to {release(TORCH[1])}",
     ),
     error(
         "rowwise_cpu_torch",

@@ -9,23 +9,25 @@ class Budget(NamedTuple):
     """Bound a compiled decoder layer of Llama 8B at 8192 tokens, forward and backward, and one eager Linear."""
 
     kernels: int
-    """Kernels of the layer made by Inductor."""
+    """Kernels of the layer made by Inductor, in each version of torch."""
     megabytes: int
     """Megabytes read and written by them."""
-    mlp_kernels: int
-    mlp_megabytes: int
-    """The same for norm, feed-forward part and residual only."""
-    launches: int | None
+    launches: int | None = None
     """Launches of this package's kernels, by an eager Linear. None: not counted."""
-    operators: int | None
+    operators: int | None = None
     """Other operators launched by PyTorch."""
 
 
 BUDGETS = {
-    "native:dynamic": Budget(67, 9_800, 27, 6_430, 6, 3),
-    "native:delayed": Budget(59, 7_950, 24, 5_120, 3, 30),
-    "msamp:O2": Budget(75, 8_960, 30, 5_730, None, None),
+    "native:dynamic": Budget(67, 9_800, 6, 3),
+    "native:delayed": Budget(59, 7_000, 3, 30),
+    "native:rowwise": Budget(75, 10_600),
+    "msamp:O2": Budget(75, 8_960),
+    "msamp:O4": Budget(75, 8_960),
 }
+BYTEWISE = 50e6
+"""Elements of a layer stored byte by byte at a stride. Inductor 2.13 stored 352 million with an amax and its cast in
+one kernel: by bandwidth 2 to 6 ms in place of 0.4."""
 SPECIALISATIONS = {"native:dynamic": 3, "native:delayed": 3}
 """Kernels compiled by Triton for one bf16 layer of aligned sizes: an eager run waits a second for each."""
 NOTES = 7
@@ -37,21 +39,15 @@ OPTIMIZER = {"bytes": 11.0, "instructions": 106.0}
 
 
 def within(result: dict, budget: Budget) -> list[str]:
-    """Return the excess of a `predict.py` result as sentences."""
-    found = {
-        "kernels": result["layer"]["kernels"],
-        "megabytes": result["layer"]["bytes"] / 1e6,
-        "mlp_kernels": result["mlp"]["kernels"],
-        "mlp_megabytes": result["mlp"]["bytes"] / 1e6,
-    }
-    if result.get("eager"):
-        found |= {name: result["eager"][name] for name in ("launches", "operators")}
+    """Return the excess of a result of `compiled_layers.py` as sentences."""
+    layer = result["layer"]
+    found = {"kernels": layer["kernels"], "megabytes": layer["bytes"] / 1e6}
     allowed = budget._asdict()
     return [f"{name}: {value:.0f}, not {allowed[name]}" for name, value in found.items() if value > allowed[name]]
 
 
 def assert_one_graph_of_fp8_products(result: dict) -> None:
-    """Check a compiled layer of `predict.py`: no graph break, FP8 in each product, no other calls than the notes."""
+    """Check a result of `compiled_layers.py`: no graph break, FP8 in each product, no other calls than the notes."""
     layer = result["layer"]
     assert layer["graphs"] == 1
     assert set(layer["other_calls"]) == {"note_backward"} and len(layer["other_calls"]) <= NOTES

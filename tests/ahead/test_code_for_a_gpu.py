@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from budgets import BUDGETS, OPTIMIZER, SPECIALISATIONS, assert_one_graph_of_fp8_products, within
+from budgets import BUDGETS, BYTEWISE, OPTIMIZER, SPECIALISATIONS, assert_one_graph_of_fp8_products, within
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("CUDA_BUILD_PYTHON")
@@ -37,9 +37,20 @@ def answered(script: str, *arguments: str, cwd: Path, folder: str = "benchmarks/
 
 @pytest.mark.parametrize("backend", BUDGETS)
 def test_compiled_layer_stays_within_budget(backend, tmp_path):
-    result = answered("compiled_layers.py", backend, "--no-machine-code", cwd=tmp_path)
+    result = answered("compiled_layers.py", backend, "--no-machine-code", "--layer", cwd=tmp_path)
     assert not within(result, BUDGETS[backend])
     assert_one_graph_of_fp8_products(result)
+    stores = result["fp8_stores"]
+    assert stores["kernels"] >= 10
+    assert stores["with_nan_instructions"] == 0
+    assert stores["bytewise"] < BYTEWISE
+
+
+def test_clamps_and_maxima_of_a_model_leave_no_nan_instruction_beside_fp8(tmp_path):
+    """ReLU, clamps and a maximum of the model itself are compiled into kernels with FP8 results."""
+    result = answered("small_layers.py", "native:delayed", "9", "0", "clamps", cwd=tmp_path, folder="tests/ahead")
+    assert result["clamping"] >= 4 and not result["failures"]
+    assert result["with_nan_instructions"] == 0
 
 
 @pytest.mark.parametrize("capability", ["9 0", "8 0"], ids=["Hopper", "A100"])

@@ -1,5 +1,5 @@
-"""Budget of the package: tokens and files, and private names that tests read. Raising a number here is a visible change,
-and a commit says why."""
+"""Budget of the package: tokens and files, and private names that tests read. Raising a number here is a visible
+change, and a commit says why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fp8_backends
 
-TOKENS, FILES = 298_308, 197
+TOKENS, FILES = 298_308, 198
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

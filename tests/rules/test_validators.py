@@ -332,9 +332,10 @@ def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
 
 
 def test_torch_version_rule_fires():
-    for release, fires in (((2, 10), True), ((2, 11), False), ((2, 13), False)):
+    for release, fires in (((2, 10), True), ((2, 11), False), ((2, 15), False), ((2, 16), True)):
         for engine in (None, "ddp", "fsdp2"):
             assert ("torch_untried" in on_machine("native", nvidia((9, 0), torch=release), engine)) == fires
+    assert "torch_untried" not in on_machine("native", Machine(chips.CPU, torch=(2, 16)))
 
 
 def test_rowwise_products_on_cpu_need_recent_torch():

@@ -144,10 +144,6 @@ class TorchAOCompute(Compute):
             from .linear import gather_in_fp8
 
             gather_in_fp8(root)
-        from torchao.float8 import convert_to_float8_training
-
-        # swaps no layer; works around a Triton fault that writes NaN into transposed FP8 stores, if this version does
-        convert_to_float8_training(nn.Identity())
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         linear = sys.modules.get(f"{__package__}.linear")
