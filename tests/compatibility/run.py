@@ -2,16 +2,20 @@
 
     python tests/compatibility/run.py ["oldest torch" pinned …] [-- PYTEST ARGUMENTS]
 
+Paths among pytest's arguments replace the tests of an entry. The tests of the code for a GPU (`tests/ahead`) run in
+each environment with PyTorch's build for CUDA.
+
 Each entry names a version of Python and pins some packages; all others come from `tests/constraints.txt`. pip takes the
 newest version of a package listed without one. An entry may name its `extras`, and the `tests` to run with only these.
-Entries without their Python on this machine are reported as not run: exit code 2, or 1 after a failure. The workflow
-for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
+Entries without their Python or packages on this machine are reported as not run: exit code 2, or 1 after a failure. The
+workflow for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -72,29 +76,38 @@ def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
         # "===" with a version: "==" would also take a build for the CPU from a folder of wheels
         wanted = [package.replace("==", "===") for package in entry["packages"]]
         extras = entry.get("extras", "report,test")
+        began = time.monotonic()
         installed = subprocess.run(
             [python, "-m", "pip", "install", "-q", "-c", constraints, *wanted, "-e", f".[{extras}]"], cwd=ROOT
         )
         if installed.returncode:
-            return Result(name, entry["python"], "", "pip finds no set of versions", installed.returncode)
+            return Result(name, entry["python"], "", "not run: pip finds no set of versions", -1)
+        megabytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()) >> 20
+        size = f"{megabytes} MB, installed in {time.monotonic() - began:.0f} s"
         began = time.monotonic()
+        paths = [argument for argument in pytest_arguments if (ROOT / argument).exists()]
         tests = [
             python,
             "-m",
             "pytest",
-            *entry.get("tests", ["tests"]),
+            *([] if paths else entry.get("tests", ["tests"])),
             "-q",
             "-p",
             "no:cacheprovider",
             *pytest_arguments,
         ]
-        process = subprocess.Popen(tests, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | ({"CUDA_BUILD_PYTHON": python} if _is_built_for_cuda(python) else {})
+        process = subprocess.Popen(tests, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         last = ""
         for line in process.stdout:
             sys.stdout.write(line)
             last = line.strip() or last
         minutes = (time.monotonic() - began) / 60
-        return Result(name, entry["python"], _versions(python), f"{last} ({minutes:.0f} min)", process.wait())
+        return Result(name, entry["python"], _versions(python), f"{last} ({minutes:.0f} min; {size})", process.wait())
+
+
+def _is_built_for_cuda(python: str) -> bool:
+    return subprocess.run([python, "-c", "import torch, triton; assert torch.version.cuda"]).returncode == 0
 
 
 def constraints_of(packages: list[str]) -> str:
