@@ -64,7 +64,7 @@ def quantize(
             amax=amax,
         )
     keep_nan = rule != DYNAMIC
-    amax = times(amax_of(x, keep_nan) if amax is None else amax, stored_scale_inv)
+    amax = times(amax_of(x, keep_nan, is_only_recorded=scale is not None) if amax is None else amax, stored_scale_inv)
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
@@ -118,8 +118,8 @@ def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch
     return blocks.dequantize(q, dtype)
 
 
-def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
-    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`."""
+def amax_of(x: torch.Tensor, keep_nan: bool = False, is_only_recorded: bool = False) -> torch.Tensor:
+    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`. is_only_recorded: no cast waits for the amax."""
     if usable(x):
         from . import triton_matrix  # as above
 
@@ -130,9 +130,12 @@ def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
     x = x if keep_nan else without_nan(x)
     if not torch.compiler.is_compiling():
         return tensor_amax(x)
-    # Inductor makes two reductions of `aminmax` and materializes their common input. It fuses maxima of rows with the
-    # cast in kernels that have tiled stores; a whole amax gets stores of single bytes, or a pass of its own
-    return x.abs().amax(-1).amax().float()
+    # Inductor makes two reductions of `aminmax` and materializes their common input
+    magnitudes = x.abs()
+    if is_only_recorded:
+        # maxima of rows share a kernel with the cast, with tiled stores; a whole amax stores single bytes there
+        magnitudes = magnitudes.amax(-1)
+    return magnitudes.amax().float()
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
