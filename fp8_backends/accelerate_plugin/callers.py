@@ -81,8 +81,6 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
         )
     for engine in ("DeepSpeed", "FSDP"):  # they shard the model, and configure the precision themselves
         by_launcher = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
-        if by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None:
-            if precision == "bf16":
-                return recipe
+        if precision == "fp16" and (by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None):
             raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True")
     return recipe.replace(autocast_dtype=precision)

@@ -96,8 +96,8 @@ class FP8Mixin(_RunTimeClass):
         self.fp8_recipe = recipe
         self._fp8_converted = False
         rules.refuse(setup := setup_of(self))
-        # FSDP and DeepSpeed configure the precision around FP8 themselves
-        by_engine = self.distributed_type == DistributedType.FSDP or uses_zero(self)
+        # FSDP and DeepSpeed configure the precision around FP8 themselves, on any hardware
+        by_engine = self.distributed_type == DistributedType.FSDP or setup.engine_bf16
         if "autocast_dtype" in recipe.given or by_engine:
             self.fp8_autocast_dtype = recipe.autocast_dtype
         else:

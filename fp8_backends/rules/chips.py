@@ -28,6 +28,13 @@ def _emulated_or_refused(setup: Setup) -> str:
     return "; ".join(f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends)
 
 
+def _asked_for_16_bits(setup: Setup) -> str:
+    if "autocast_dtype" not in setup.recipe.given:
+        return "bf16 in DeepSpeed's configuration" if setup.engine_bf16 else ""
+    dtype = setup.recipe.autocast_dtype
+    return f"autocast_dtype={dtype!r}" if dtype != "fp32" else ""
+
+
 CHIP_RULES = (
     warning(
         "no_fp8_hardware",
@@ -37,14 +44,10 @@ CHIP_RULES = (
     ),
     warning(
         "slow_autocast",
-        lambda s: (
-            not s.machine.bf16_products
-            and "autocast_dtype" in s.recipe.given
-            and s.recipe.autocast_dtype != "fp32"
-            and f"autocast_dtype={s.recipe.autocast_dtype!r}"
-        ),
+        lambda s: not s.machine.bf16_products and _asked_for_16_bits(s),
         "this CPU has no fast products of 16 bits: bf16 or fp16 around FP8 takes from 7 to 1,000 times as long as FP32",
-        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False), and FP32 runs around FP8 here",
+        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False; in DeepSpeed's configuration: "
+        "bf16.enabled false), and FP32 runs around FP8 here",
     ),
     warning(
         "emulated_here",

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp import fully_shard
 
 import fp8_backends
+from fp8_backends.compute import hardware
 from fp8_backends.errors import FP8BackendError, RecipeError
 
 LEVELS = ("O1", "O2", "O3", "O4")
@@ -61,6 +62,18 @@ def check_losses_equal_ddp_at_every_stage():
                     shared = level in ("O3", "O4") or stage > 0
                     assert (optimizer.optimizer.fp8_owners is not None) == shared
                     assert_products(model)
+
+
+def check_configured_precision_runs_on_a_cpu_without_bf16_products():
+    """The hardware's default replaces no value of the configuration, with a level and without."""
+    for backend in ("native:dynamic", "msamp:O2"):
+        for enabled, dtype in ((True, "bf16"), ("auto", "bf16"), (False, "fp32")):
+            config = {"bf16": {"enabled": enabled}}
+            with (
+                mock.patch.object(hardware, "cpu_bf16", return_value=False),
+                accelerator(2, backend, config=config) as acc,
+            ):
+                assert acc.fp8_autocast_dtype == dtype, (backend, enabled)
 
 
 def check_bytes_a_weight_on_each_rank():

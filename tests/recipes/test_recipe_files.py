@@ -146,5 +146,9 @@ def test_script_overrides_a_file_with_a_warning():
     assert "amax_history_len=8, fp8-backends launch said amax_history_len=16" in warning
 
 
-def test_compare_keeps_a_file_whole():
+def test_compare_keeps_a_file_whole(folder):
     assert backend_names(["recipe.yaml", "native", "native:dynamic"], "bf16") == ("recipe.yaml", "native:dynamic")
+    (folder / "other.yaml").write_text("backend: native\nautocast_dtype: bf16\n")
+    assert backend_names(["other.yaml"], "bf16") == ("other.yaml",)
+    with pytest.raises(RecipeError, match="other.yaml has autocast_dtype='bf16', and this comparison runs fp32"):
+        backend_names(["other.yaml"], "fp32")

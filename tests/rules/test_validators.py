@@ -328,6 +328,9 @@ def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
             assert ("slow_autocast" in on_machine(spec, machine)) is not has_bf16
         assert "slow_autocast" not in on_machine({"backend": "native", "autocast_dtype": "fp32"}, machine)
         assert "slow_autocast" not in on_machine("native", machine)
+        for engine_bf16 in (False, True):  # in a DeepSpeed configuration
+            setup = Setup(resolve("native"), machine, "deepspeed", engine_bf16=engine_bf16)
+            assert bool(RULES["slow_autocast"].applies(setup)) is (engine_bf16 and not has_bf16)
     assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"})
 
 

@@ -75,7 +75,10 @@ def test_precision_keys_are_mapped(values, precision):
 
 def test_fp16_with_fp8_sets_surrounding_precision():
     assert meant(fp8=True, fp16=True).recipe.autocast_dtype == "fp16"
-    assert meant(fp8=True, fp16=True, bf16=True).recipe.autocast_dtype == "bf16"
+    for given in ({"bf16": True}, {"bf16": "true", "fp16": True}):
+        recipe = meant(fp8=True, **given).recipe
+        assert recipe.autocast_dtype == "bf16" and "autocast_dtype" in recipe.given
+    assert "autocast_dtype" not in meant(fp8=True, bf16="auto").recipe.given
     assert "engine_decides" in findings(meant(fp8=True, fp16=True, **FSDP2))
 
 

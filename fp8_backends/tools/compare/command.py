@@ -129,7 +129,7 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tuple[str, ...]:
     """Return canonical names, and files, without repetitions and the reference. Raises for invalid or unavailable
-    backends, and for one that does not emulate these sums."""
+    backends, and for one that does not emulate these sums, or names another precision around FP8."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
@@ -137,6 +137,11 @@ def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tu
             continue
         recipe = resolve({"backend": word, "sums": None if sums == EXACT else sums})
         check_available(recipe)
+        if "autocast_dtype" in recipe.given and recipe.autocast_dtype != reference:
+            raise RecipeError(
+                f"{word} has autocast_dtype={recipe.autocast_dtype!r}, and this comparison runs {reference} around "
+                "FP8: choose the same by --reference (bf16 or fp32), or leave the field out of the file"
+            )
         names[word if names_file(word) else recipe.name] = None
     names.pop(reference, None)
     return tuple(names)

@@ -135,7 +135,11 @@ def _precision(file: ConfigFile, notes: list[str]) -> str:
     if file.values.get("bf16", "auto") == "auto":
         notes.append("bf16: auto is written as bf16, for a machine that has it")
         return "bf16"
-    return "bf16" if file.values["bf16"] != "full" and _is_on(file, "bf16") else "no"
+    return "bf16" if _is_bf16(file) else "no"
+
+
+def _is_bf16(file: ConfigFile) -> bool:
+    return file.values.get("bf16", "auto") not in ("auto", "full") and _is_on(file, "bf16")
 
 
 def _is_fp16(file: ConfigFile) -> bool:
@@ -148,6 +152,8 @@ def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {"backend": f"ao:{block.get('recipe', _RECIPES, 'tensorwise')}"}
     if _is_on(file, "fp8_enable_fsdp_float8_all_gather"):
         fields["enable_fsdp_float8_all_gather"] = True
+    if _is_bf16(file):
+        fields["autocast_dtype"] = "bf16"
     if _is_fp16(file):
         fields["autocast_dtype"] = "fp16"
         notes.append(
