@@ -18,7 +18,7 @@ from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..evidence.auditing import count_flops
-from ..recipes.fields import BF16, NAMING
+from ..recipes.fields import BF16, NAMING, ONE_SCALE
 from ..recipes.handlers import Recipe, Spec, resolve, settings_of
 from ..recipes.strings import canonical_name
 from ..rules.validate import validate
@@ -31,8 +31,6 @@ GROUPS = 12
 """Largest number of groups by layer names; more are bisected."""
 BROKEN = 0.5
 """Gap beyond FP8's rounding: healthy models have a tenth."""
-ONE_SCALE = ("dynamic", "delayed", "window", "tensorwise")
-"""Scaling rules with one scale for a tensor: of no more help to single layers than finer rules."""
 SHOWN = 5
 _FAILURES = (FP8BackendError, RuntimeError)
 """Failures of one trial: a refused recipe, or an operator, such as for memory."""

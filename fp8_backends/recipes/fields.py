@@ -55,6 +55,8 @@ else:
 
 BF16 = "bf16"
 """The value of `layers` and `products` for high precision."""
+ONE_SCALE = ("dynamic", "delayed", "window", "tensorwise")
+"""Scaling rules with one scale for a tensor."""
 STEPS = "steps"
 """The key of `schedule` for the steps of the whole training."""
 BLOCKS = ("first", "last")

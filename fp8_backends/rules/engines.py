@@ -1,7 +1,9 @@
 """Limits of engines, of ranks, and of the compilers and optimizers that train with them."""
 
 from ..comm.ddp import HOOK_AT_A_LEVEL
+from ..compute import chips
 from ..compute.frozen_weights import SHARDED
+from ..recipes.fields import ONE_SCALE
 from ..words import listed
 from .setup import Rule, Setup, error, info, refused, warning
 
@@ -214,6 +216,19 @@ COMPILATION_RULES = (
         "FP8 under FSDP2 with torch.compile and activation checkpointing of whole blocks tends to be slower than "
         "bf16 (reported by Axolotl): recomputed layers cast to FP8 again",
         "turn activation checkpointing off, or checkpoint selected operations only",
+    ),
+    warning(
+        "checkpointing_ada",
+        lambda s: (
+            bool(s.activation_checkpointing)
+            and s.machine.chip is chips.ADA
+            and s.recipe.scaling in ONE_SCALE
+            and s.recipe.name
+        ),
+        "on compute capability 8.9 Unsloth saw NaN gradients of FP8 with one scale a tensor under activation "
+        "checkpointing, and refuses both together there (an L4 with TorchAO; not measured here)",
+        "use native:rowwise or ao:rowwise (on that L4 at 0.98 of bf16's speed), or turn activation checkpointing off; "
+        'guard="stop" ends training at a NaN',
     ),
     warning(
         "flash_attention_2_compile",

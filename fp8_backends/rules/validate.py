@@ -171,14 +171,10 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config  # the language model of a multimodal one
-    # the new name first: the old one warns
-    checkpoints = getattr(model, "is_activation_checkpointing", None)
     shown = {
         "parallel": _parallel(model),
         "compiled": _compiled(model),
-        "activation_checkpointing": (
-            getattr(model, "is_gradient_checkpointing", None) if checkpoints is None else checkpoints
-        ),
+        "activation_checkpointing": any(map(_is_checkpointed, model.modules())),
         "attention": getattr(config, "_attn_implementation", None),
         "vocab_size": getattr(config, "vocab_size", None),
     }
@@ -218,6 +214,11 @@ def _compiled(model: nn.Module) -> Compiled:
     if _is_compiled(model) or _is_compiled(getattr(model, "module", None)):
         return "full"
     return "regional" if any(_is_compiled(module) for module in model.modules()) else "none"
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Recognize layers of transformers and diffusers, and PyTorch's `checkpoint_wrapper`."""
+    return getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper"
 
 
 def _is_compiled(module: Any) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fp8_backends import RecipeError, resolve, validate
 from fp8_backends.compute import chips
@@ -189,6 +190,7 @@ WEIGHTS = {"backend": "native", "enable_fsdp_float8_all_gather": True}
 BF16, FP16, FP32 = ({"backend": "native", "autocast_dtype": name} for name in ("bf16", "fp16", "fp32"))
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
 SHARED = {"tensor_parallel": 2}
+RECOMPUTED_ON_ADA = {"chip": "ada", "activation_checkpointing": True}
 DS, FSDP1, FSDP2, DDP = ({"parallel": name} for name in ("deepspeed", "fsdp1", "fsdp2", "ddp"))
 
 CASES = [
@@ -223,6 +225,15 @@ CASES = [
         ("ao", {**FSDP2, "compiled": "full", "activation_checkpointing": True}),
         ("ao", {**FSDP2, "activation_checkpointing": True}),
         "",
+    ),
+    *(
+        ("checkpointing_ada", (spec, RECOMPUTED_ON_ADA), near, spec)
+        for spec, near in (
+            ("native:dynamic", ("native:rowwise", RECOMPUTED_ON_ADA)),
+            ("native:delayed", ("native:delayed", {**RECOMPUTED_ON_ADA, "chip": "hopper"})),
+            ("ao:tensorwise", ("ao:rowwise", RECOMPUTED_ON_ADA)),
+            ("te:delayed", ("te:delayed", {"chip": "ada"})),
+        )
     ),
     (
         "flash_attention_2_compile",
@@ -418,7 +429,10 @@ def test_small_layers_are_judged_by_predicted_gain():
 
 def test_configuration_is_read_from_the_model():
     model = with_config(50257, vocab_size=50257, _attn_implementation="flash_attention_2")
-    model.is_gradient_checkpointing = True
+    assert "checkpointing_ada" not in rules("native", model, chip="ada")
+    assert "checkpointing_ada" in rules("native", nn.Sequential(checkpoint_wrapper(model)), chip="ada")
+    model[0].gradient_checkpointing = True  # as transformers and diffusers set it, on layers
+    assert "checkpointing_ada" in rules("native", nn.Sequential(model), chip="ada")
     found = rules("ao", model, parallel="fsdp2", compiled="full")
     assert {"vocabulary_off_16", "flash_attention_2_compile", "checkpointing_fsdp2_compile"} <= found.keys()
     said = rules("ao", model, vocab_size=32000, attention="sdpa", activation_checkpointing=False, compiled="full")
