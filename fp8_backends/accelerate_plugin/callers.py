@@ -18,6 +18,13 @@ from ..recipes.handlers import Recipe
 from ..recipes.precision_plan import plan
 from ..torch_tools.optimizers import running_trainer
 
+ENGINES = ("DeepSpeed", "FSDP")
+
+
+def asks_for(engine: str) -> bool:
+    """Return True if a launcher asks for one of `ENGINES`, or an Accelerator has been given its plug-in."""
+    return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
+
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     """Return the mixed precision that a Trainer passes from its TrainingArguments to an Accelerator, else None.
@@ -79,8 +86,8 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
             f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
             f"unless they are told otherwise)"
         )
-    for engine in ("DeepSpeed", "FSDP"):  # they shard the model, and configure the precision themselves
-        by_launcher = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
-        if precision == "fp16" and (by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None):
+    for engine in ENGINES:  # they shard the model, and configure the precision themselves
+        is_asked = asks_for(engine) or arguments.get(f"{engine.lower()}_plugin") is not None
+        if precision == "fp16" and is_asked:
             raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True")
     return recipe.replace(autocast_dtype=precision)

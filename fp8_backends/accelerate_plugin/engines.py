@@ -26,7 +26,7 @@ from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameters_by_key
 from ..words import counted
-from .callers import running_trainer
+from .callers import ENGINES, asks_for, running_trainer
 
 
 def setup_of(accelerator: Accelerator) -> Setup:
@@ -57,6 +57,7 @@ def setup_of(accelerator: Accelerator) -> Setup:
         zero_stage=max(deepspeed.hf_ds_config._stage, 0) if deepspeed else None,
         zero_offload=deepspeed.hf_ds_config.is_offload() if deepspeed else None,
         engine_bf16=any(enabled) if deepspeed else None,
+        unused_engine=next((name for name in filter(asks_for, ENGINES) if name.upper() != engine.value), None),
         tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
         comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
         accumulation_steps=getattr(arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps),

@@ -219,7 +219,7 @@ def _check_launcher(args: argparse.Namespace, config: Configuration) -> None:
     if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not has_device():
         raise FP8BackendError(
             f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
-            "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
+            "train alone on every rank. For DDP on the CPU: --cpu --num_processes N"
         )
     if not args.module and not os.path.exists(args.training_script):
         raise FP8BackendError(f"there is no script {shown(args.training_script)}")

@@ -11,7 +11,7 @@ from typing import Any
 import accelerate.state
 import accelerate.utils
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, DistributedType
 
 from ..announcement import is_main_process, logger
 from ..errors import FP8BackendError, RecipeError
@@ -112,10 +112,12 @@ def _patched(original):
                 undo.callback(os.environ.__setitem__, "ACCELERATE_FP8_BACKEND", stock)
             original(*bound.args, **bound.kwargs)
         ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-        if self.num_processes == 1 < ranks:
+        is_alone = self.num_processes == 1 or self.distributed_type == DistributedType.NO
+        if is_alone and ranks > 1:
             raise FP8BackendError(
-                f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
-                "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
+                f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: for DDP set "
+                "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True), both of which leave "
+                'DeepSpeed and FSDP out; for DeepSpeed pass InitProcessGroupKwargs(backend="gloo") in kwargs_handlers'
             )
         self._start_fp8(with_zero_states(for_trainer(recipe, wraps_in_ddp(self)), self))
 

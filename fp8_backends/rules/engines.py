@@ -120,6 +120,17 @@ ENGINE_RULES = (
         "leave the field out and configure the engine (DeepSpeed: bf16.enabled, communication_data_type), or use DDP"
         " or FSDP2 (fsdp_version: 2) for gradients and weights in FP8",
     ),
+    warning(
+        "engine_unused",
+        lambda s: (
+            s.unused_engine
+            and f"{s.unused_engine} is asked for, {'DDP' if s.parallel == 'ddp' else 'one process'} trains"
+        ),
+        "Accelerate trains without this engine, though a plug-in or a launcher asks for it: it takes none without GPUs "
+        "or without a launcher, and with ACCELERATE_USE_CPU or cpu=True",
+        "launch the script on GPUs, or remove the plug-in; DeepSpeed trains ranks on CPUs without ACCELERATE_USE_CPU "
+        'and with InitProcessGroupKwargs(backend="gloo") in kwargs_handlers',
+    ),
     refused(
         "guard_engine",
         lambda s: (

@@ -75,6 +75,8 @@ class Setup:
     """DeepSpeed keeps optimizer states or weights on the CPU or a disk."""
     engine_bf16: bool | None = None
     """DeepSpeed's configuration has bf16 around FP8."""
+    unused_engine: str | None = None
+    """The engine of a plug-in or launcher that Accelerate leaves out."""
     tensor_parallel: int | None = None
     whole_layers: bool = False
     """The ranks share whole layers and cut none (expert parallelism)."""

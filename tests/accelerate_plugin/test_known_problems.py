@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from plugin_training import mlp
 
 import fp8_backends
@@ -43,6 +44,15 @@ def test_accelerator_settings_are_checked(caplog, backend, rules):
     model = mlp()
     model.config = SimpleNamespace(_attn_implementation="flash_attention_2")
     assert warned_of(caplog, model, dynamo_backend=backend) == rules
+
+
+@pytest.mark.parametrize("engine, plugin", [("DeepSpeed", DeepSpeedPlugin), ("FSDP", FullyShardedDataParallelPlugin)])
+def test_engine_left_out_by_accelerate_is_named(engine, plugin, caplog, monkeypatch):
+    if engine == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "false")  # Accelerator sets it for its plug-in
+    assert warned_of(caplog, **{f"{engine.lower()}_plugin": plugin()}) == ["engine_unused"]
+    assert f"here: {engine} is asked for, one process trains" in caplog.text
 
 
 def test_frozen_model_has_no_known_problems(caplog):

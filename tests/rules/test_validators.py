@@ -360,6 +360,13 @@ def test_rowwise_products_on_cpu_need_recent_torch():
     assert "rowwise_cpu_torch" not in on_machine("ao:rowwise", nvidia((9, 0), torch=(2, 12)))
 
 
+def test_engine_unused_names_the_engine_that_trains():
+    rule = RULES["engine_unused"]
+    for parallel, words in (("ddp", "FSDP is asked for, DDP trains"), (None, "FSDP is asked for, one process trains")):
+        assert words in rule.reason_in(Setup(resolve("native"), CPU, parallel, unused_engine="FSDP"))
+        assert not rule.applies(Setup(resolve("native"), CPU, parallel))
+
+
 # Refusals of training
 
 REFUSED = [

@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from accelerate import Accelerator, notebook_launcher
+from accelerate.utils import InitProcessGroupKwargs
 from tiny_trainers import trainer_for
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -63,12 +64,15 @@ def test_two_processes_train(monkeypatch, tmp_path):
     assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
 
 
-def test_two_unconnected_processes_are_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize("handlers", [(), (InitProcessGroupKwargs(backend="gloo"),)], ids=["none", "gloo"])
+def test_two_processes_without_an_engine_are_refused(handlers, monkeypatch, tmp_path):
+    """In a process group, too, which Accelerate makes and does not use."""
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     with pytest.raises(ChildFailedError):
-        launch(tmp_path, processes=2)
+        launch(tmp_path, *handlers, processes=2)
     error = (tmp_path / "error").read_text()
-    assert error.startswith("2 processes were started") and "ACCELERATE_USE_CPU=true" in error
+    assert error.startswith("2 processes were started") and "for DDP set ACCELERATE_USE_CPU=true" in error
+    assert "leave DeepSpeed and FSDP out" in error
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
