@@ -77,11 +77,13 @@ def restore(models: Iterable[nn.Module], saved: ScalingState | None, source: str
     write(models, saved, source)
 
 
-def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
+def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str, in_saved_phase: bool = False) -> None:
     """Raise `FP8BackendError` if a checkpoint's scaling state for the backend of one of these models does not match the
-    model, or is damaged. Nothing changes."""
+    model, or is damaged. Nothing changes. `in_saved_phase`: schedules have resumed."""
     for key, root, prepared in _restorable(models, saved):
         tensors = saved.tensors_of(key)
+        if not tensors and prepared.recipe.schedule and not in_saved_phase:
+            continue  # a phase of another rule has no states
         if not tensors:
             raise FP8BackendError(f"{source} names {prepared.recipe.name} but has no scaling state: it is incomplete")
         try:
@@ -101,6 +103,7 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
         if any(prepared.compute.scaling_state(root) for _, root, prepared in _roots(models)):
             logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
         return
+    check(models, saved, source, in_saved_phase=True)
     changes: dict[str, list[str]] = {}
     for key, _, prepared in _roots(models):
         name, before = prepared.recipe.name, saved.backends.get(key, "no FP8 backend")

@@ -69,7 +69,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     Args:
         gradient_comm: "fp8" or "plain" (FP32), for scaled weights; in a model without any, "fp8" gives DDP a
             communication hook and "plain" leaves it alone.
-        scaling_states: returns the live states of stateful scaling rules.
+        scaling_states: returns the live states of stateful scaling rules; `list` itself: no rule keeps any.
 
     Raises:
         FP8BackendError: DDP was made before the weights were stored in scaled precision, it has another communication
@@ -78,7 +78,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     _check(ddp)
     weights = dict(_scaled_weights(ddp))
     by_hook = gradient_comm == "fp8" and not weights
-    if not (weights or by_hook or scaling_states()):
+    if not (weights or by_hook or scaling_states is not list):
         return
     connection = Connection.find(ddp)
     if connection is None:

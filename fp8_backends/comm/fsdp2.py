@@ -73,7 +73,7 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
 
 def agree(model: nn.Module, scaling_states: States) -> None:
     """Let the ranks of a model's meshes agree on scaling states after each backward pass. Idempotent."""
-    if scaling_states():
+    if scaling_states is not list:
         agree_after_backward(model, scaling_states, mesh_groups(model))
 
 

@@ -119,7 +119,13 @@ class FirstStep:
         for _, _, prepared in self.roots:
             prepared.observed.first_steps.append(self)
 
+    def _is_due(self) -> bool:
+        """Return False in a bf16 phase of all models, without FP8 products to prove."""
+        return any(prepared.phase != BF16 for _, _, prepared in self.roots)
+
     def _before_forward(self, root: nn.Module, args) -> None:
+        if not self._is_due():
+            return
         self.forward_seen = True
         if self.step_is_due and not inside_backward():
             self.step_is_due = False
@@ -171,8 +177,8 @@ class FirstStep:
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or is_traced():
             return
-        if all(prepared.phase == BF16 for _, _, prepared in self.roots):
-            return self.begin_anew()  # no FP8 product is due yet
+        if not self._is_due():
+            return self.begin_anew()
         self.steps += 1
         for _, root, prepared in self.roots:
             named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))

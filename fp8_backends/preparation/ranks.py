@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ..comm import ddp, deepspeed, fsdp2
+from ..comm.backward import States
+from ..compute.fields import STATEFUL
 from ..convert import features
 from ..convert.conversion import Prepared, prepared_roots
 from ..recipes.handlers import Recipe
@@ -24,9 +26,9 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         if roots := prepared_roots(wrapper.module):
             for _, _, prepared in roots:
                 prepared.observed.wrapper = weakref.ref(wrapper)
-            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, partial(scaling_buffers, roots))
+            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, _states(roots))
     roots = prepared_roots(model)
-    states = partial(scaling_buffers, roots)
+    states = _states(roots)
     if deepspeed.is_engine(model) and recipe.level != "O0":
         deepspeed.connect(model, recipe.comm, levels.swap_gradient_hook, states)
         save_whole_states(model)
@@ -57,6 +59,13 @@ def save_whole_states(engine: nn.Module) -> None:
             return save(*args, **kwargs)
 
     engine.save_checkpoint = save_checkpoint
+
+
+def _states(roots: list[tuple[str, nn.Module, Prepared]]) -> States:
+    """Return a function for `scaling_buffers`, now or in a later phase of `schedule`; `list` if no rule keeps any."""
+    recipes = [prepared.recipe for _, _, prepared in roots]
+    later = any(recipe.schedule and recipe.stateful.scaling in STATEFUL for recipe in recipes)
+    return partial(scaling_buffers, roots) if later or scaling_buffers(roots) else list
 
 
 def scaling_buffers(roots: list[tuple[str, nn.Module, Prepared]]) -> list[torch.Tensor]:

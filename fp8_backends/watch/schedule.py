@@ -65,7 +65,10 @@ def follow(root: nn.Module, prepared: Prepared, has_new_layers: bool = False) ->
     of_layers = () if recipe is None else prepared.recipe.recipes[1:]
     for layer in prepared.compute.converted_layers(root).values():
         own = layer.__dict__[CONVERSION].recipe
-        registry.get_compute(own.compute).switch(layer, own if own in of_layers else recipe)
+        switch = registry.get_compute(own.compute).switch
+        if recipe is None:
+            switch(layer, own)  # bf16 holds the states of its own rule, whatever phase it follows
+        switch(layer, own if own in of_layers else recipe)
     if word != prepared.phase:
         name = word if recipe is None else recipe.name
         announce(f"{prepared.recipe.name}: {name} from step {prepared.steps} on, by schedule")

@@ -187,6 +187,24 @@ def check_schedules_change_at_the_same_step_on_all_ranks():
         assert fsdp2_training.train(*runs[0], 3, seed=1) == fsdp2_training.train(*runs[2], 3, seed=1), engine
 
 
+def check_ranks_agree_on_the_states_of_a_later_phase():
+    """A wrapper connected in a phase without scaling states learns of later ones."""
+    for backend in ("native:delayed", "native:window"):
+        model = torch.nn.Linear(32, 32)
+        fields = {"backend": backend, "schedule": {0: "native:dynamic", 2: backend}}
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        fp8_backends.prepare(model, None, fields)
+        wrapped = DistributedDataParallel(model)
+        fp8_backends.prepare(wrapped, optimizer, fields)
+        for _ in range(4):
+            wrapped(torch.randn(16, 32) * (1 + torch.distributed.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [torch.empty_like(model.fp8_scaling) for _ in range(2)]
+        torch.distributed.all_gather(states, model.fp8_scaling)
+        assert torch.equal(*states), backend
+
+
 def _of_engine(engine, spec) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = fsdp2_training.Net()

@@ -10,7 +10,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import resolve
 from fp8_backends.convert.conversion import prepared_roots
-from fp8_backends.errors import RecipeError
+from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.formats.scaling import INPUT
 from fp8_backends.preparation.optimizer_steps import watch_optimizer
 
@@ -18,6 +18,19 @@ from fp8_backends.preparation.optimizer_steps import watch_optimizer
 def fresh() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 48), nn.GELU(), conv(48, 32))
+
+
+class SharedInput(nn.Module):
+    """Two layers on one tensor share its casts, as query and key do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.left, self.right = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        return self.left(h) + self.right(h)
 
 
 def prepared(spec, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -53,15 +66,17 @@ def test_bf16_phase_equals_a_restored_model(backend, compiled):
     assert train(*prepared(backend), 6)[:3] == wanted != losses[3:]
 
 
-def test_another_rule_equals_a_model_prepared_again():
-    model, optimizer = prepared({"backend": "native:dynamic", "schedule": "2=native:rowwise, 4=native:dynamic"})
-    by_hand, its_optimizer = prepared("native:dynamic")
+@pytest.mark.parametrize("base", ["native:dynamic", "native:delayed", "native:window"])
+def test_another_rule_equals_a_model_prepared_again(base):
+    model, optimizer = prepared({"backend": base, "schedule": f"2=native:rowwise, 4={base}"}, SharedInput())
+    by_hand, its_optimizer = prepared(base, SharedInput())
     losses = train(by_hand, its_optimizer, 2)
-    for first, backend in ((2, "native:rowwise"), (4, "native:dynamic")):
+    for first, backend in ((2, "native:rowwise"), (4, base)):
         fp8_backends.restore(by_hand)
         fp8_backends.prepare(by_hand, its_optimizer, backend)
         losses += train(by_hand, its_optimizer, 2, first=first)
     assert train(model, optimizer, 6) == losses
+    assert fp8_backends.audit(model).products["first"]["fprop"] == 6  # all since `prepare`
 
 
 def test_model_prepared_on_meta_has_the_scales_of_a_later_phase():
@@ -72,6 +87,27 @@ def test_model_prepared_on_meta_has_the_scales_of_a_later_phase():
     model.to_empty(device="cpu")
     model.load_state_dict(fresh().state_dict())
     assert train(*prepared(spec, model), 5) == train(*prepared(spec), 5)
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "ao:tensorwise", "msamp:O2"])
+@pytest.mark.parametrize(("optimizers", "microbatches"), [(1, 2), (2, 1), (2, 2)])
+def test_proof_waits_with_several_optimizers_and_microbatches(backend, optimizers, microbatches, capsys):
+    model = SharedInput()
+    parts = [[*model.first.parameters()], [*model.left.parameters(), *model.right.parameters()]]
+    parts = parts if optimizers == 2 else [sum(parts, [])]
+    stepping = [torch.optim.AdamW(part, 1e-2) for part in parts]
+    rule = "native:window" if backend == "msamp:O2" else backend
+    for optimizer in stepping:
+        fp8_backends.prepare(model, optimizer, {"backend": backend, "schedule": {0: "bf16", 2: rule, 4: "bf16"}})
+    for step in range(4):
+        for _ in range(microbatches):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(16, 32)).square().mean().backward()
+        for optimizer in stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+        is_proven = "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capsys.readouterr().err
+        assert is_proven == (step == 2)
 
 
 def test_warm_up_in_bf16_delays_the_proof_and_is_logged(capsys):
@@ -101,6 +137,35 @@ def test_resume_across_a_change_is_exact(backend, saved_at):
     its_optimizer.load_state_dict(saved[1])
     assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["native:delayed", "native:window", "msamp:O2"])
+def test_every_phase_resumes_in_a_new_and_in_a_running_model(base):
+    rule = "native:window" if base == "msamp:O2" else base
+    spec = {"backend": base, "schedule": {0: "bf16", 1: rule, 2: "native:rowwise", 3: "bf16", 4: rule}}
+    model, optimizer = prepared(spec, SharedInput())
+    states, losses = {}, []
+    for step in range(5):
+        states[step] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        losses += train(model, optimizer, 1, first=step)
+    running = prepared(spec, SharedInput())
+    train(*running, 3)
+    for saved_at in (0, 4, 2, 3, 1):
+        for resumed, its_optimizer in (prepared(spec, SharedInput()), running):
+            resumed.load_state_dict(states[saved_at][0])
+            its_optimizer.load_state_dict(copy.deepcopy(states[saved_at][1]))  # it steps the tensors that it is given
+            assert train(resumed, its_optimizer, 5 - saved_at, first=saved_at) == losses[saved_at:]
+
+
+def test_lost_states_of_a_phase_are_reported():
+    spec = {"backend": "native:window", "schedule": {3: "bf16"}}
+    model, optimizer = prepared(spec)
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    saved["fp8_scaling"]["tensors"].clear()
+    with pytest.raises(FP8BackendError, match="names native:window but has no scaling state: it is incomplete"):
+        prepared(spec)[1].load_state_dict(saved)
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "ao:tensorwise"])
@@ -154,7 +219,7 @@ def test_layers_keep_their_own_rule_outside_of_bf16():
     for step in range(3):
         train(model, optimizer, 1, first=step)
         rules.append([model[0].fp8_rule.scaling, model[2].fp8_rule.scaling, all(model[0].fp8_rule.high_precision)])
-    assert rules == [["mxfp8", "rowwise", False], ["mxfp8", "rowwise", True], ["mxfp8", "dynamic", False]]
+    assert rules == [["mxfp8", "rowwise", False], ["mxfp8", "dynamic", True], ["mxfp8", "dynamic", False]]
 
 
 def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):

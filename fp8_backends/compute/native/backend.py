@@ -108,8 +108,10 @@ class NativeCompute(Compute):
         before = layer.fp8_rule
         kept = {"fast_accumulation": before.fast_accumulation, "frozen_weight": before.frozen_weight}
         layer.fp8_rule = rule._replace(**kept)
-        if rule.scaling in STATEFUL and layer.fp8_scaling is None:  # made in a phase without, on its real device
+        if (rule.scaling in STATEFUL) == (layer.fp8_scaling is None):  # a phase without states holds none
+            counts = layer.fp8_ledger.total()
             layer._reset_state(device_of(layer.weight))
+            layer.fp8_ledger.counts = counts
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next(filter(self.is_converted, root.modules()), None)
