@@ -33,6 +33,7 @@ from ..formats import scaling
 from ..formats.formats import RECIPE_FORMATS
 from ..formats.scaling import HISTORY, ROLLS, WINDOW
 from ..recipes.handlers import Recipe
+from ..states.gradient_release import is_dropped
 from ..tensors.scaled_tensor import stored_parts
 from ..tensors.sharded_tensor import local_part
 from ..torch_tools.modules import plain_name
@@ -487,7 +488,8 @@ class Guard:
     def _numbered(self, found: list[Fault], optimizer: torch.optim.Optimizer) -> list[Fault]:
         """Number the faults by the steps of the optimizer's states, loaded ones included. Waits for the device."""
         counted_steps = steps_of(optimizer)
-        loaded = 0 if counted_steps is None else counted_steps - (self.step - 1 - self.skipped)
+        before = self.step - 1 - self.skipped + self.recipe.gradient_release  # which has counted this step, too
+        loaded = 0 if counted_steps is None else counted_steps - before
         return [fault._replace(step=fault.step + loaded) for fault in found]
 
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
@@ -529,8 +531,9 @@ def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
 
 
 def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Return 1 for each parameter with an inf or a NaN in its gradient on this rank, else 0: FP32 [parameters]."""
-    gradients = [[] if p.grad is None else [p.grad] for p in parameters]
+    """Return 1 for each parameter with an inf or a NaN in its gradient on this rank, else 0: FP32 [parameters]. A level
+    has stepped with zero in place of a dropped one."""
+    gradients = [[] if p.grad is None or is_dropped(p.grad) else [p.grad] for p in parameters]
     return (~torch.isfinite(_largest_of(gradients, parameters[0].device))).float()
 
 

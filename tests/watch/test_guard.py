@@ -114,6 +114,18 @@ def test_warn_changes_nothing_and_logs_each_kind_once(caplog):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("backend", ["msamp:O1", "msamp:O4"])
+def test_losses_are_watched_beside_released_gradients(backend):
+    run = Training(backend, guard="warn", gradient_release=True)
+    for x in (batch(), nan_batch()):
+        assert run.faults == []
+        run.accelerator.backward(run.model(x).float().square().mean())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.kinds == [(2, "loss")]
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
 def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
     training = Training(guard="stop", folder=tmp_path)
     training.steps(2)
