@@ -31,7 +31,7 @@ def readable_bytes(count: float) -> str:
 
 def shortened(text: str, most: int = 200) -> str:
     """Cut the middle out of a text longer than `most` characters."""
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[3 - most // 3 :]}"
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[5 - most // 3 :]}"
 
 
 def first_line(error: Exception) -> str:
@@ -48,9 +48,9 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], shown: int = 6) -> str:
-    """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj (×24)`."""
+    """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj (x24)`."""
     groups = by_pattern(names).items()
-    texts = [f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups]
+    texts = [f"{pattern} (x{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups]
     return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
@@ -96,7 +96,7 @@ def as_html(title: str, *tables: Rows) -> str:
 
 def _table(rows: Rows) -> str:
     headings, *body = rows
-    number = re.compile(r"[?–]|[0-9.]+( %)?")
+    number = re.compile(r"[?-]|[0-9.]+( %)?")
     numbers = [all(map(number.fullmatch, column)) for column in zip(*body, strict=True)] or [False] * len(headings)
 
     def row(tag: str, cells: Sequence[str]) -> str:

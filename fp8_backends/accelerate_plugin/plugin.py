@@ -179,7 +179,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
 def _handlers(arguments: Mapping[str, Any]) -> Any:
     given = arguments.get("kwargs_handlers") or []
     if _is_fp8_handler(given):
-        raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
+        raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(...)]")
     if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
         raise RecipeError(f"kwargs_handlers: {shown(text)} is no handler. Write Accelerator(mixed_precision={text!r})")
     if any(isinstance(handler, Mapping) for handler in ([given] if isinstance(given, Mapping) else given)):

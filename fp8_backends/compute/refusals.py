@@ -16,7 +16,7 @@ from ..tensors.sharded_tensor import is_distributed
 
 _WAY_OUT = (
     "compute it with a native backend in evaluation mode (model.eval()), whose layers multiply in high precision there "
-    "and those of ao do not, or leave these layers out with exclude=…"
+    "and those of ao do not, or leave these layers out with exclude=..."
 )
 
 

@@ -103,7 +103,7 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(recipe, parameter.code_layout):
-            takes = "native:blockwise with fp8_params=True" if parameter.code_layout is SQUARE_CODES else "native:…"
+            takes = "native:blockwise with fp8_params=True" if parameter.code_layout is SQUARE_CODES else "native:..."
             raise RecipeError(
                 f"{plain_name(name)}: {recipe.name} does not multiply frozen {parameter.code_layout.name} codes of a "
                 f"checkpoint: use {takes}, or fp8_backends.checkpoints.dequantize(model) first"

@@ -103,7 +103,7 @@ class Audit:
             for name, *cells in rows:
                 groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
             if groups:
-                patterns = [f"{of} ×{len(names)}" if len(names) > 1 else names[0] for (of, *_), names in groups.items()]
+                patterns = [f"{of} x{len(names)}" if len(names) > 1 else names[0] for (of, *_), names in groups.items()]
                 yield [headings, *((pattern, *cells) for pattern, (_, *cells) in zip(patterns, groups, strict=True))]
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):

@@ -404,7 +404,7 @@ class BackendField(KwargsHandler):
     """The backend string."""
 
     backend: str | None = setting(None, word)
-    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, the choice for
+    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, ... (default: auto, the choice for
     this machine); or a file with fields, recipe.yaml."""
 
 
@@ -500,7 +500,7 @@ def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[s
     if holders:
         return RecipeError(
             f"{name} is not a field of {owner} but of {' and '.join(holders)}; use that, or "
-            "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
+            "FP8RecipeKwargs(backend=...), which takes the fields of every backend"
         )
     names = sorted(names)
     return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has {', '.join(names)}")

@@ -219,7 +219,7 @@ class Recipe(CommonFields):
         if "given" in self.__dict__:
             raise RecipeError(
                 f"{name}: a recipe is fixed once it is made; make another: "
-                f"{type(self).__name__}(**{{**recipe.to_kwargs(), {name!r}: …}})"
+                f"{type(self).__name__}(**{{**recipe.to_kwargs(), {name!r}: ...}})"
             )
         super().__setattr__(name, value)
 

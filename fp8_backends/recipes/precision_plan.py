@@ -35,7 +35,7 @@ class PrecisionPlan:
 
     def __str__(self) -> str:
         return (
-            f"GEMM {self.gemm}, comm {self.comm}, weight {self.weight}, master {self.master_weight or '–'}, "
+            f"GEMM {self.gemm}, comm {self.comm}, weight {self.weight}, master {self.master_weight or '-'}, "
             f"gradient {self.weight_gradient}, Adam {'+'.join(self.optimizer_states)}: "
             f"{self.bytes_per_element:g} bytes per weight element"
         )
@@ -43,7 +43,7 @@ class PrecisionPlan:
     def _repr_html_(self) -> str:
         headings = ("GEMM", "comm", "weight", "master", "gradient", "Adam", "bytes per weight element")
         states, bytes_ = "+".join(self.optimizer_states), f"{self.bytes_per_element:g}"
-        stored = (self.weight, self.master_weight or "–", self.weight_gradient, states)
+        stored = (self.weight, self.master_weight or "-", self.weight_gradient, states)
         return as_html("What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)])
 
 

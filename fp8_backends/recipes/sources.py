@@ -191,7 +191,7 @@ def unknown_variable(
     if field := objects.get(suffix):
         return RecipeError(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
-            f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
+            f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=...)])"
         )
     matches = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""

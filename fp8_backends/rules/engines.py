@@ -50,7 +50,7 @@ TENSOR_PARALLEL_RULES = (
         lambda s: s.recipe.compute == "te" and not s.whole_layers and _shares_layers(s),
         "TransformerEngine's layers know tensor parallelism by process groups of their own, and not the DTensors of "
         "PyTorch, transformers and Accelerate",
-        "use native:… or ao:…, or leave tensor parallelism out",
+        "use native:... or ao:..., or leave tensor parallelism out",
     ),
     refused(
         "fp8_params_tensor_parallel",
@@ -62,8 +62,8 @@ TENSOR_PARALLEL_RULES = (
         "ddp_shared_layers",
         lambda s: s.parallel == "ddp" and _shares_layers(s),
         "DDP takes no model with layers or experts shared by ranks: it reduces whole tensors, and these are DTensors",
-        "with tensor parallelism give Accelerator a ParallelismConfig(tp_size=…); for expert parallelism Accelerate "
-        "and Lightning have none: load the model with DistributedConfig(fsdp_size=…, ep_size=…), and train it with "
+        "with tensor parallelism give Accelerator a ParallelismConfig(tp_size=...); for expert parallelism Accelerate "
+        "and Lightning have none: load the model with DistributedConfig(fsdp_size=..., ep_size=...), and train it with "
         "fp8_backends.prepare in a loop of your own",
     ),
 )
@@ -151,7 +151,7 @@ ENGINE_RULES = (
         "fp8_activations_backend",
         lambda s: s.recipe.activation_comm == "fp8" and s.recipe.compute != "native" and s.recipe.compute,
         'activation_comm="fp8" needs native: products of other backends do not take activations as codes',
-        "use native:…, or leave activation_comm out",
+        "use native:..., or leave activation_comm out",
     ),
     refused(
         "fp8_params_sharded", lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"), *SHARDED
@@ -192,7 +192,7 @@ ENGINE_RULES = (
         "tensor_parallel",
         lambda s: s.parallel in ("fsdp1", "deepspeed") and _shares_layers(s),
         "tensor parallelism is tested with this package alone and with FSDP2, and not with DeepSpeed or FSDP1",
-        "use ParallelismConfig(tp_size=…, dp_shard_size=…) with FSDP2 (fsdp_version: 2)",
+        "use ParallelismConfig(tp_size=..., dp_shard_size=...) with FSDP2 (fsdp_version: 2)",
     ),
     refused(
         "megatron",

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does with characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
     parser.add_argument(

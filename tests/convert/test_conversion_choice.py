@@ -266,4 +266,4 @@ def test_the_report_lists_states_and_reasons():
 def test_report_groups_repeated_layers():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(100)])
     text = str(convert(model).report)
-    assert "*.0 (×100)" not in text and "*.* (×100)" in text and len(text) < 200
+    assert "*.0 (x100)" not in text and "*.* (x100)" in text and len(text) < 200

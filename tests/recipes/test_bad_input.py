@@ -140,7 +140,7 @@ def test_value_of_any_class_is_refused_briefly(field, value):
 def test_a_long_text_is_shortened_in_messages(made):
     with pytest.raises(RecipeError) as caught:
         made()
-    assert len(str(caught.value)) < 1000 and " … " in str(caught.value)
+    assert len(str(caught.value)) < 1000 and " ... " in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["self", "args", "cls", "naming", "spec"])

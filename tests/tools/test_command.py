@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -26,6 +27,16 @@ def test_without_arguments_the_help_names_every_subcommand(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["config", "--new"]])
+def test_help_survives_every_encoding(command, encoding, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stdout := io.TextIOWrapper(io.BytesIO(), encoding))
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    stdout.flush()
+    assert ended.value.code == 0 and b"usage" in stdout.buffer.getvalue()
 
 
 def test_version(capsys):

@@ -154,7 +154,7 @@ def test_gradients_lost_in_rounding_are_not_resolved(results):
     inspection = results["backends"]["native:dynamic"]["inspection"]
     inspection["reference_gradient_cosines"] = dict.fromkeys(inspection["first_gradient_cosines"], 0.998)
     check = outcome(results, GRADIENTS)
-    assert check.passed is None and "model.layers.*.self_attn.q_proj.weight (×2)" in check.detail
+    assert check.passed is None and "model.layers.*.self_attn.q_proj.weight (x2)" in check.detail
 
 
 def test_non_finite_gradient_fails(results):
