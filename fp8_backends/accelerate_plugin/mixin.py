@@ -492,7 +492,7 @@ class FP8Mixin(_RunTimeClass):
         """Clip as Accelerate does. Gradient release has no norm of all gradients: raises `RecipeError`, or returns NaN
         for `max_norm=inf`, by which a Trainer only reads the norm."""
         if self.fp8_recipe.gradient_release and max_norm == math.inf:
-            return torch.tensor(math.nan)
+            return torch.tensor(math.nan, device="cpu")
         self._refuse_clipping(max_norm)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 

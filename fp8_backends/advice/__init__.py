@@ -249,7 +249,7 @@ def advise(
     recipe = roots[0][2].recipe if spec is None and roots else resolve(spec)
     registry.check_available(recipe)
     progress("FP32")
-    device = next(model.parameters(), torch.empty(0)).device
+    device = next(model.parameters(), torch.empty(0, device="cpu")).device
     around = recipe.autocast_dtype if "autocast_dtype" in recipe.given else hardware.fast_precision(device)
     if around == "fp16":
         raise RecipeError("autocast_dtype='fp16': gradients are measured with bf16 or fp32 around FP8; say one of them")

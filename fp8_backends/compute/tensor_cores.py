@@ -140,7 +140,7 @@ def library() -> Library:
 @functools.cache
 def _decoded(dtype: torch.dtype) -> torch.Tensor:
     """Return the FP32 values of 256 codes, then the powers of two of their exponents; 0 for both if not finite."""
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).double()
     values = values.where(values.isfinite(), 0)
     powers = _power_of_two(_exponent(values, _FORMATS[dtype])).where(values != 0, 0)
     return torch.cat([values, powers]).float()

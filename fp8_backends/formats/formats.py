@@ -133,7 +133,7 @@ def check_values(values: torch.Tensor | Real, allowed: Range, name: str, advice:
         advice: the way out, at the error's end.
     """
     if not isinstance(values, torch.Tensor):
-        values = torch.tensor(values, dtype=torch.float64)
+        values = torch.tensor(values, dtype=torch.float64, device="cpu")
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.numel():

@@ -484,4 +484,4 @@ class AdamTable:
         return rows
 
 
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")

@@ -39,7 +39,7 @@ def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
         x: [rows, columns], any strides; bf16, fp16 or FP32.
         factor: FP32; 0-dim, [rows, 1] or [1, columns].
     """
-    codes = torch.empty(x.shape, dtype=fmt.dtype)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
     for rows in _row_parts(x.shape):
         part, values = x[rows], part_of(x[rows].shape)
         part = part if part.dtype == torch.float32 else values.copy_(part)
@@ -65,7 +65,7 @@ def product(
         values_dtype: bf16 or FP32.
     """
     values = decoded(a, values_dtype, scratch="a"), decoded(b, values_dtype, scratch="b")
-    out = torch.empty(len(a), len(b), dtype=out_dtype)
+    out = a.new_empty(len(a), len(b), dtype=out_dtype)
     unscaled = out if out_dtype == values_dtype else _scratch(out.shape, values_dtype, "product")
     scale(torch.mm(values[0], values[1].t(), out=unscaled), (a_factor, b_factor), out)
     return out
@@ -84,7 +84,7 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype, scratch: str | None = None)
         if codes.t().is_contiguous():
             return decoded(codes.t(), dtype, scratch).t()
         codes = codes.contiguous()
-    values = torch.empty(codes.shape, dtype=dtype) if scratch is None else _scratch(codes.shape, dtype, scratch)
+    values = codes.new_empty(codes.shape, dtype=dtype) if scratch is None else _scratch(codes.shape, dtype, scratch)
     if dtype == torch.bfloat16:
         _decode_pairs(codes.view(-1), values.view(-1))
     elif codes.dtype == torch.float8_e5m2:
@@ -125,7 +125,13 @@ def _decode_pairs(codes: torch.Tensor, out: torch.Tensor) -> None:
 def _pairs_of(dtype: torch.dtype) -> torch.Tensor:
     """Tabulate the bf16 values of every pair of codes as int32 bits, [65536]."""
     with torch.inference_mode(False):
-        return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).bfloat16().view(torch.int32)
+        return (
+            torch.arange(2**16, dtype=torch.int32, device="cpu")
+            .to(torch.uint16)
+            .view(dtype)
+            .bfloat16()
+            .view(torch.int32)
+        )
 
 
 def scale(product: torch.Tensor, factors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -166,7 +172,9 @@ def quantize_blocks(
     factor = 1 if stored_scale_inv is None else stored_scale_inv
     amax = amax * factor
     scale = blocks.scale(amax, fmt)
-    codes, scale_inv, factor = torch.empty(x.shape, dtype=fmt.dtype), blocks.inverse(scale, amax), scale * factor
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
+    scale_inv = blocks.inverse(scale, amax)
+    factor = scale * factor
     for rows, bands in _bands(x.shape, height):
         values = part_of(x[rows].shape).copy_(x[rows])
         _multiply_blocks(values, factor[bands], width)
@@ -201,7 +209,7 @@ def _block_amaxes(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     torch's own maximum, vectorized for few layouts.
     """
     integer, magnitude = _BITS[x.dtype.itemsize]
-    amaxes = torch.zeros(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=integer)
+    amaxes = x.new_zeros(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=integer)
     for rows, bands in _bands(x.shape, height):
         bits = x[rows].view(integer) & magnitude
         if missing := -x.shape[1] % width:
@@ -245,11 +253,11 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return a thread's uninitialized buffer of that name, up to a limit: fresh pages cost more than arithmetic."""
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_SCRATCH:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     buffers = _thread.__dict__
     if name not in buffers or len(buffers[name]) < size:
         with torch.inference_mode(False):
-            buffers[name] = torch.empty(size, dtype=torch.uint8)
+            buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
     return buffers[name][:size].view(dtype).view(shape)
 
 

@@ -51,7 +51,7 @@ def on_device(numbers: list, dtype: torch.dtype, device: torch.device | str) -> 
             "a CUDA graph cannot record an optimizer step at a level, nor the reduction of gradients in FP8: replays "
             "would read freed memory of the host. Run them outside of the graph"
         )
-    return torch.tensor(numbers, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_cuda).to(device, non_blocking=True)
 
 
 def interprets() -> bool:

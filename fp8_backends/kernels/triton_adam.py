@@ -239,4 +239,5 @@ _kernels = functools.cache(TritonKernels)
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the index of each chunk's parameter, int32 [chunks]. Cached, as parameters keep their sizes."""
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)
+    index = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+    return torch.repeat_interleave(index, torch.tensor(counts, device="cpu")).to(device)

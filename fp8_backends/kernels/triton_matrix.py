@@ -106,7 +106,7 @@ def obstacle(device: torch.device) -> str | None:
     The launcher needs a C compiler, the code generator may not support a new GPU, and compilers have bugs: codes of all
     bf16 numbers must equal PyTorch's, in both layouts.
     """
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    numbers = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.bfloat16).view(256, 256)
     for dtype, fmt in itertools.product((torch.float32, torch.bfloat16), (E4M3, E5M2)):
         x = numbers.to(device, dtype)
         expected, made = saturating_cast(x.float(), fmt), quantize(x, fmt, torch.ones((), device=device))

@@ -216,10 +216,11 @@ def gather(
         state, place = optimizer.state.get(p, {}), device or p.device
         owners.drop(p)
         if owners.owns(p):
-            rest, step = p.rest, state[STEP].clone().cpu() if STEP in state else torch.tensor(-1.0, dtype=torch.float32)
+            rest = p.rest
+            step = torch.as_tensor(state.get(STEP, -1.0), dtype=torch.float32, device="cpu").clone()
         else:
             rest = torch.empty(p.shape, dtype=p.elsewhere.storage, device=place) if p.shared_out else None
-            step = torch.empty((), dtype=torch.float32)
+            step = torch.empty((), dtype=torch.float32, device="cpu")
             if rest is not None and rest.dtype != torch.int8:  # a master, and no residual
                 rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32, device=place), p.dtype)
         roles, exact = optimizer.roles_of(group), optimizer.fp8_declared.exact_states(p.shape)
@@ -277,7 +278,7 @@ def check_states(
     except FP8BackendError as error:
         fault = str(error)
     shards = [p for group in optimizer.param_groups for p in group["params"] if is_distributed(p)]
-    refused = agree([torch.tensor(float(fault is not None))] * len(shards), shards)
+    refused = agree([torch.tensor(float(fault is not None), device="cpu")] * len(shards), shards)
     if fault is None and any(map(bool, refused)):
         fault = "another rank refuses its part of it, and says why"
     if fault is not None:

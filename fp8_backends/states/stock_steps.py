@@ -51,11 +51,13 @@ class StockSteps(ScaledStates):
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         state = self.state[p]
         if "step" not in state and not state.keys().isdisjoint(self.fp8_declared.roles):
-            state["step"] = torch.ones((), dtype=torch.float32)  # the stock class has made uncounted steps
+            state["step"] = torch.ones(
+                (), dtype=torch.float32, device="cpu"
+            )  # the stock class has made uncounted steps
         return super().state_of(group, p)
 
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         states = [view.state for view in views]

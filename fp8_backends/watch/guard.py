@@ -520,7 +520,7 @@ class Guard:
 
 def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
     """Copy the totals to the host without waiting; return the look with them, and an event for their arrival."""
-    totals = torch.empty(look.totals.shape, dtype=look.totals.dtype, pin_memory=True)
+    totals = torch.empty_like(look.totals, device="cpu", pin_memory=True)
     totals.copy_(look.totals, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

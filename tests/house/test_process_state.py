@@ -8,6 +8,8 @@ Read from the source, in every module:
 - module-level containers, also imported ones, and class-level containers that a function writes to;
 - attributes that a function sets on a module-level function, class or instance;
 - cached functions that return nothing: their cache is a flag for "done already".
+
+A default device is state of the process, too: every new tensor names its own device, except in commands.
 """
 
 from __future__ import annotations
@@ -226,3 +228,27 @@ def test_planted_state_is_found(name, planted, tmp_path):
 def test_constants_pass_state_check(plain, tmp_path):
     (tmp_path / "extra.py").write_text(plain)
     assert hidden_state(tmp_path) == []
+
+
+NEW_TENSORS = {"empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace", "logspace", "tensor"}
+NEW_TENSORS |= {"as_tensor", "asarray", "scalar_tensor", "rand", "randn", "randint", "randperm", "tril_indices"}
+
+
+def without_device(source: str) -> list[str]:
+    """Return uses of PyTorch's factory functions that leave the device to the process."""
+    tree = ast.parse(source)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    good = {call.func for call in calls if "device" in {keyword.arg for keyword in call.keywords}}
+    uses = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in good)
+    return [ast.unparse(use) for use in uses if use.attr in NEW_TENSORS and ast.unparse(use.value) == "torch"]
+
+
+@pytest.mark.slow
+def test_no_tensor_is_made_on_the_default_device():
+    rooms = (file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in ("tools", "examples"))
+    found = {file.name: without_device(file.read_text(encoding="utf-8")) for file in rooms}
+    assert {name: uses for name, uses in found.items() if uses} == {}
+    assert without_device("x = torch.zeros(2)\nmake = partial(torch.ones, 2)\ny = torch.full((), 1, device='cpu')") == [
+        "torch.zeros",
+        "torch.ones",
+    ]

@@ -354,8 +354,12 @@ class TELayer:
         state, length = {}, self.te_state.recipe.amax_history_len
         for direction, size in (("forward", 3 * self.matrices), ("backward", 2 * self.matrices)):
             live = self.delayed_state(direction)
-            scale = torch.ones(size, dtype=torch.float32) if live is None else live.scale.clone()
-            history = torch.zeros(length, size, dtype=torch.float32) if live is None else live.amax_history.clone()
+            scale = torch.ones(size, dtype=torch.float32, device="cpu") if live is None else live.scale.clone()
+            history = (
+                torch.zeros(length, size, dtype=torch.float32, device="cpu")
+                if live is None
+                else live.amax_history.clone()
+            )
             state |= {f"{direction}_scale": scale, f"{direction}_amax_history": history}
         return state
 

@@ -98,10 +98,10 @@ def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> boo
     # FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
     shape = full_shape(module.weight)
-    row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3]).reshape(4, *(1 for _ in shape))
-    x = (torch.randn(4, *shape, generator=generator) + 0.5) * row_sizes
+    row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3], device="cpu").reshape(4, *(1 for _ in shape))
+    x = (torch.randn(4, *shape, generator=generator, device="cpu") + 0.5) * row_sizes
     names = [name for name, value in module._parameters.items() if value is not None]
-    random = {name: torch.randn(shape, generator=generator) for name in names}
+    random = {name: torch.randn(shape, generator=generator, device="cpu") for name in names}
     trial = copy.copy(module)
     trial.__dict__ = {**module.__dict__, "training": training}
     trial._parameters = {**module._parameters, **{name: nn.Parameter(value) for name, value in random.items()}}

@@ -216,7 +216,8 @@ def asks_for_all_gather(recipe: Recipe) -> bool:
 
 def _cpu_multiplies_rowwise() -> bool:
     """Try the product: torch 2.11 has it only for CUDA, 2.13 for CPUs too."""
-    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    scales = torch.ones(16, 1, device="cpu")
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
     except RuntimeError:

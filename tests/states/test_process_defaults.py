@@ -1,4 +1,4 @@
-"""Training an FP32 model gives the same numbers at any default dtype of the process."""
+"""Training an FP32 model on a CPU gives the same numbers at any default dtype and default device of the process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from level_steps import mlp
+from level_steps import LEVELS, mlp
 
 import fp8_backends
+from fp8_backends.compute.native import NativeCompute
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
@@ -74,4 +75,46 @@ def test_default_dtype_changes_no_bit(spec, optimizer, dtype):
     found, found_weights = run(dtype, spec, optimizer)
     assert found == wanted
     assert {name: value.dtype for name, value in found_weights.items()} == dict.fromkeys(weights, torch.float32)
+    assert all(torch.equal(value, weights[name]) for name, value in found_weights.items())
+
+
+def losses_under(device: str, spec: dict, make_optimizer) -> tuple[list[float], dict]:
+    """Losses of three steps under a default device, and the final values."""
+    model = mlp()
+    with torch.device(device):
+        model, optimizer = fp8_backends.prepare(model, make_optimizer(model.parameters()), spec)
+    losses = []
+    for seed in range(3):
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed))
+        torch.manual_seed(seed)  # nvfp4 rounds at random
+        with torch.device(device):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+SPECS = [
+    *({"backend": f"native:{scaling}"} for scaling in NativeCompute.scalings),
+    {"backend": "native:dynamic", "saved_activations": "fp8", "sums": "h100"},
+    {"backend": "native:dynamic", "guard": "skip", "monitor_every": 1},
+    {"backend": "native:dynamic", "schedule": {1: "bf16"}},
+    {"backend": "ao:rowwise"},
+    *({"backend": f"msamp:{level}"} for level in LEVELS),
+    {"backend": "msamp:O4", "gradient_release": True},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_default_device_changes_no_bit(spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stock = "+msamp" not in str(fp8_backends.resolve(spec))
+    # stock AdamW puts its counters on the default device, and fails
+    make_optimizer = OPTIMIZERS["sgd" if stock else "adamw"]
+    wanted, weights = losses_under("cpu", spec, make_optimizer)
+    found, found_weights = losses_under("meta", spec, make_optimizer)
+    assert found == wanted
     assert all(torch.equal(value, weights[name]) for name, value in found_weights.items())
