@@ -108,3 +108,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, family: str = "lla
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def evaluate_after_forward(model: nn.Module) -> None:
+    """Call `eval()` between each forward in training and its backward."""
+
+    def before(model: nn.Module, _) -> None:
+        model.train()
+
+    def after(model: nn.Module, *_) -> None:
+        model.eval()
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)

@@ -1,8 +1,12 @@
-"""Counts of the three products of a layer in FP8, and the dtype of their results."""
+"""Counts of the three products of a layer in FP8, the dtype of their results, and the layer's mode."""
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+
+from ..torch_tools.backward_end import inside_backward
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
 RECOMPUTED = "recomputed"
@@ -30,3 +34,29 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of products with x: the autocast dtype if autocast is on, else its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class Modes:
+    """The modes in which layers ran since the last optimizer step. Activation checkpointing runs them again in these,
+    even after `model.eval()` between loss and backward."""
+
+    def __init__(self) -> None:
+        self._modes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    def is_training(self, layer: nn.Module) -> bool:
+        """Return the layer's mode; in recomputation, the mode of its first forward."""
+        if torch.compiler.is_compiling():
+            return layer.training
+        if inside_backward():
+            return self._modes.get(layer, layer.training)
+        # without gradients, a forward is an evaluation, or the first of `use_reentrant`
+        if layer.training or torch.is_grad_enabled():
+            self._modes[layer] = layer.training
+        return layer.training
+
+    def forget_modes(self) -> None:
+        """Begin a new step."""
+        self._modes.clear()
+
+    def __reduce__(self):  # copies run anew
+        return type(self), ()

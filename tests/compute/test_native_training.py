@@ -109,6 +109,41 @@ def test_recomputation_uses_same_scales(scaling, stored, use_reentrant):
     assert all(other[:3] == one[:3] and other[3] > 0 for one, other in zip(counts, again_counts, strict=True))
 
 
+def gradients(model, training, then=lambda model: None):
+    """The gradients of a forward in a mode, with a call between forward and backward."""
+    model.train(training)
+    model.zero_grad()
+    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss = model(x).float().pow(2).mean()
+    then(model)
+    loss.backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def validate(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(8, 32))
+
+
+@pytest.mark.parametrize("then", [nn.Module.eval, validate])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("scaling", nightly_but(["window", "blockwise"], SCALINGS))
+def test_recomputation_runs_in_the_mode_of_the_first_forward(scaling, use_reentrant, then):
+    wanted, recomputed = made(scaling), made(scaling, use_reentrant=use_reentrant)
+    for _ in range(2):
+        expected, found = gradients(wanted, True), gradients(recomputed, True, then)
+        assert all(map(torch.equal, found, expected))
+        assert_same_states(COMPUTE.scaling_state(recomputed), COMPUTE.scaling_state(wanted))
+        for model in (wanted, recomputed):
+            COMPUTE.after_optimizer_step(model)
+    # and a forward in evaluation, after training
+    expected = gradients(wanted, False)
+    assert all(map(torch.equal, gradients(recomputed, False), expected))
+    if not use_reentrant:
+        assert all(map(torch.equal, gradients(recomputed, False, nn.Module.train), expected))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling,stored,use_reentrant",

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from expert_families import EXPERTS, FAMILIES, build, make_experts, routed
-from model_families import LAYERS, batch, loss_of, train
+from model_families import LAYERS, batch, evaluate_after_forward, loss_of, train
 from torch import nn
 from transformers.integrations import moe
 
@@ -138,6 +138,7 @@ def test_recomputation_is_counted_separately_and_changes_no_scale():
         model, optimizer = prepare(build("gpt_oss"), "native:delayed", amax_history_len=4)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+            evaluate_after_forward(model)
         losses[checkpointing] = train(model, optimizer, steps=3)
         experts = model.model.layers[0].mlp.experts
         expected = [3, 3, 3, 3 * checkpointing]

@@ -92,8 +92,8 @@ class ExpertWeights(nn.ModuleDict):
     `top_k_weights` [tokens, k]. In high precision, and without tokens, the configuration's own function runs.
     """
 
-    def has_fp8_products(self, training: bool) -> bool:
-        """Return True if the weights have FP8 products in this mode."""
+    def has_fp8_products(self, experts: nn.Module) -> bool:
+        """Return True if the weights have FP8 products in the mode of the module."""
         raise NotImplementedError
 
     def groups(self, ids: torch.Tensor, experts: int) -> Any:
@@ -137,7 +137,7 @@ class ExpertWeights(nn.ModuleDict):
 
     def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
         """Return True if these tokens would be multiplied in FP8 now."""
-        return self.has_fp8_products(experts.training) and result_dtype(hidden_states) in COMPUTE_DTYPES
+        return self.has_fp8_products(experts) and result_dtype(hidden_states) in COMPUTE_DTYPES
 
     def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
         """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's, or `ROWS` if it has

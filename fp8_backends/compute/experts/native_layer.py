@@ -63,8 +63,8 @@ def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCo
 class FP8Experts(ExpertWeights):
     """Grouped products of all experts of a module."""
 
-    def has_fp8_products(self, training: bool) -> bool:
-        return self._any.fp8_rule.runs_in_fp8(training)
+    def has_fp8_products(self, experts: nn.Module) -> bool:
+        return self._any.fp8_rule.runs_in_fp8(self._any.fp8_shared.is_training(experts))
 
     def groups(self, ids: torch.Tensor, experts: int) -> Groups:
         return Groups.of(ids, experts)
@@ -193,11 +193,18 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         keep = torch.is_grad_enabled()
         state = None if self.fp8_scaling is None else self.fp8_scaling[self.fp8_own]
         if isinstance(weight, GatheredCodes):
-            self.fp8_recomputed = self.training and is_checkpointed()
+            self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
         with torch.no_grad():
             stored = Stored.of(weight)
             w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
-        constants = self.fp8_rule, self.fp8_cut, self.transposed_weight, out_dtype, keep, keep and self.training
+        constants = (
+            self.fp8_rule,
+            self.fp8_cut,
+            self.transposed_weight,
+            out_dtype,
+            keep,
+            keep and self.fp8_shared.is_training(self),
+        )
         return GroupedFunction.apply(x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived)
 
     def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:

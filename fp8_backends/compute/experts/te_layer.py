@@ -30,8 +30,9 @@ def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelSta
 class TEExperts(ExpertWeights):
     """Grouped products of all experts of a module."""
 
-    def has_fp8_products(self, training: bool) -> bool:
-        return next(iter(self.values())).te_state.runs_in_fp8(training)
+    def has_fp8_products(self, experts: nn.Module) -> bool:
+        state = next(iter(self.values())).te_state
+        return state.runs_in_fp8(state.is_training(experts))
 
     def groups(self, ids: torch.Tensor, experts: int) -> list[int]:
         """Count the rows of each expert, on the host: TransformerEngine splits by them."""

@@ -143,6 +143,7 @@ class NativeCompute(Compute):
     def after_optimizer_step(self, root: nn.Module) -> None:
         for shared in self._shared(root):
             shared.forget_weights()
+            shared.forget_modes()
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
             _write(states, rolled_window_states(stacked, formats))

@@ -36,7 +36,7 @@ class WeightCodes:
             return False
         rule = self.layer.fp8_rule
         fprop, dgrad, _ = rule.high_precision
-        return (self.layer.training or rule.fp8_in_eval) and not fprop and not dgrad
+        return (self.layer.fp8_shared.is_training(self.layer) or rule.fp8_in_eval) and not fprop and not dgrad
 
     @property
     def change_in_forward(self) -> bool:

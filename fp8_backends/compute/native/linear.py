@@ -102,7 +102,8 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out_dtype, in_fp8 = result_dtype(input), self.fp8_rule.runs_in_fp8(self.training)
+        training = self.fp8_shared.is_training(self)
+        out_dtype, in_fp8 = result_dtype(input), self.fp8_rule.runs_in_fp8(training)
         if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
@@ -123,7 +124,7 @@ class FP8Products(KeepsLedger):
         matrix = self._matrix(stored)
         refuse_width(x, matrix.data.shape[1])
         state = self.fp8_scaling
-        recorded = state if differentiable and self.training else None
+        recorded = state if differentiable and training else None
         x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
         for_dgrad = differentiable and input.requires_grad and not is_decoded(self.weight)
         w8 = self._quantized_weight(matrix, cut, for_dgrad, recorded)
@@ -167,7 +168,7 @@ class FP8Products(KeepsLedger):
         if weight.is_in(fmt):
             amax = None
             if isinstance(self.weight, GatheredCodes):  # record what a cast of the weight would have recorded
-                self.fp8_recomputed = self.training and is_checkpointed()
+                self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
                 amax = self.weight.parts.get(gathered_codes.AMAX)
                 if newest is not None:
                     self._record(WEIGHT, recorded, amax)

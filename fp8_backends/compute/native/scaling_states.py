@@ -22,7 +22,7 @@ from ...formats.formats import E5M2
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
 from ...tensors.block_codes import is_decoded
 from ...torch_tools.backward_end import inside_backward
-from ..counts import FPROP, RECOMPUTED, ProductCounts
+from ..counts import FPROP, RECOMPUTED, Modes, ProductCounts
 from ..products import emulates, engine_for
 from .layer_rule import LayerRule, Stored
 
@@ -102,10 +102,11 @@ class Ledger:
         return total
 
 
-class SharedCodes:
+class SharedCodes(Modes):
     """Codes for several layers (of an activation) or microbatches (of a weight) of a prepared model."""
 
     def __init__(self, keeps_weights: bool = False) -> None:
+        super().__init__()
         self.keeps_weights = keeps_weights
         """True to keep codes of weights from one forward to the next."""
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()

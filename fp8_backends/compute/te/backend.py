@@ -147,6 +147,7 @@ class TransformerEngineCompute(Compute):
     def after_optimizer_step(self, root: nn.Module) -> None:
         for layer in filter(self.is_converted, root.modules()):
             layer.te_cast_weight = None
+            layer.te_state.forget_modes()
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:

@@ -26,7 +26,7 @@ from ...errors import FP8BackendError, RecipeError, Refusal
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
-from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, Modes, ProductCounts
 from ..interface import Recipe
 from .recipes import VERSION, FP8GlobalStateManager, autocast, fast_accumulation_off, recipe_object, refuse_cpu
 
@@ -39,10 +39,11 @@ DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 """The halves of a delayed scaling state: our name and TransformerEngine's."""
 
 
-class ModelState:
+class ModelState(Modes):
     """The state shared by all layers of a prepared model: its recipe and its open region."""
 
     def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
         _count_products()
         self.recipe = recipe
         self.te_recipe = recipe_object(recipe)

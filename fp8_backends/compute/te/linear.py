@@ -65,7 +65,8 @@ class TEProducts(TELayer, te.Linear):
         return weights.transposed(self.weight) if is_frozen else self.weight.t()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        in_fp8, dtype = self.te_state.runs_in_fp8(self.training), result_dtype(input)
+        in_fp8 = self.te_state.runs_in_fp8(self.te_state.is_training(self))
+        dtype = result_dtype(input)
         if not in_fp8 or dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return F.linear(input, weights.plain(self.matrix), self.bias)
         refuse_width(input, self.in_features)

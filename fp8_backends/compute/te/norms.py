@@ -19,7 +19,7 @@ from torch import nn
 
 from ...tensors.sharded_tensor import full_shape
 from ...torch_tools.modules import forward_obstacle
-from ..counts import result_dtype
+from ..counts import Modes, result_dtype
 from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
@@ -45,7 +45,7 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     if isinstance(result, str):
         return Norm(module, None, result)
     carrier = _carrier(module, *result)
-    carrier.te_in_eval = in_eval
+    carrier.te_in_eval, carrier.te_modes = in_eval, Modes()
     common = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
     taken = [name for name in carrier.__dict__ if name in common and module.__dict__[name] != carrier.__dict__[name]]
     if taken:
@@ -151,7 +151,7 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        in_use = self.training or self.te_in_eval
+        in_use = self.te_modes.is_training(self) or self.te_in_eval
         if not in_use or result_dtype(x) not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
             return original.forward(self, x)
         return in_te(self, x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from expert_families import Twin, build, make_experts, routed
-from model_families import train
+from model_families import evaluate_after_forward, train
 from standin import compute_capability
 from torch import nn
 from widths import nightly
@@ -160,6 +160,7 @@ def test_recomputation_resume_and_copies_change_no_bit():
     model, optimizer = prepared(build("gpt_oss"), "te:delayed")
     recomputed, its_optimizer = prepared(build("gpt_oss"), "te:delayed")
     recomputed.gradient_checkpointing_enable({"use_reentrant": False})
+    evaluate_after_forward(recomputed)
     losses = train(model, optimizer, steps=3)
     assert train(recomputed, its_optimizer, steps=3) == losses
     state, other = state_of(model), state_of(recomputed)
