@@ -2,14 +2,17 @@
 stored in scaled precision."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 from gpu_rules import GPURules
+from model_families import batch, build, loss_of
 from test_scaled_weights import COMPUTE, DTYPES, SCALINGS, STORED, autocast, prepared
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from widths import nightly, nightly_but
 
 from fp8_backends import prepare
@@ -215,6 +218,64 @@ def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocas
             COMPUTE.after_optimizer_step(model)
     # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (not needed again for the last layer)
     assert len(gpu.products) >= 2 * (3 * 3 + 2)
+
+
+SAVED = [
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_mm_v2.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""The operators of the guide, with a CPU's attention."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, scaling",  # Conv1D and Linear, with biases
+    nightly_but(
+        [("gpt2", "window"), ("bert", "rowwise")],
+        [(family, scaling) for family in ("gpt2", "bert") for scaling in SCALINGS],
+    ),
+)
+def test_selective_checkpointing_saves_products(family, scaling, monkeypatch):
+    """Products run once, and gradients do not change."""
+
+    def run(selective):
+        model = build(family)
+        model, _ = prepare(model, None, f"native:{scaling}")
+        if selective:
+            contexts = functools.partial(create_selective_checkpoint_contexts, SAVED)
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        with GPURules(monkeypatch) as gpu, torch.autocast("cpu", torch.bfloat16):
+            loss_of(model, batch(family)).backward()
+        return gpu.products, [p.grad for p in model.parameters()], COMPUTE.scaling_state(model)
+
+    expected, wanted, states = run(False)
+    products, gradients, other_states = run(True)
+    assert len(products) == len(expected) > 0
+    assert all(map(torch.equal, gradients, wanted))
+    assert_same_states(other_states, states)
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_keeps_30_bytes(monkeypatch):
+    """For each token and hidden feature of a Llama layer, as the guide says."""
+    model, _ = prepare(build("llama", intermediate_size=128, num_key_value_heads=2), None, "native:dynamic")
+    saved = []
+
+    def contexts():
+        caching, cached = create_selective_checkpoint_contexts(SAVED)
+        saved.append(caching.storage)
+        return caching, cached
+
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    with GPURules(monkeypatch):
+        loss_of(model, batch())
+    tensors = [getattr(leaf, "val", None) for leaf in tree_leaves(saved)]
+    kept = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() != 3)
+    tokens = batch()["input_ids"].numel()
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    assert kept + 2 * layers * tokens * hidden == 30 * layers * tokens * hidden  # its input in bf16, too
 
 
 @pytest.mark.parametrize(

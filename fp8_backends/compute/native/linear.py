@@ -276,7 +276,8 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None:
             bias = bias.to(out_dtype)  # even if another rank adds it: all ranks sum its gradient alike
         if bias is not None and (cut is None or cut.adds_bias):
-            y = y.add_(bias) if y.is_contiguous() else y + bias  # a padded product has gaps between rows
+            # a padded product has gaps between rows, and selective checkpointing may have saved it
+            y = y.add_(bias) if y.is_contiguous() and _saved_tensor_hook() is None else y + bias
 
         saved_for_wgrad = saved_for_dgrad = ()
         if ctx.needs_input_grad[1]:
@@ -353,9 +354,14 @@ def is_checkpointed() -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    code = None if hooks is None else getattr(hooks[0], "__code__", None)
+    code = getattr(_saved_tensor_hook(), "__code__", None)
     return code is not None and code.co_filename == torch.utils.checkpoint.__file__
+
+
+def _saved_tensor_hook() -> Callable | None:
+    """Return the function that packs tensors saved now, or None."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
