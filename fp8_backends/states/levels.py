@@ -114,7 +114,7 @@ def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = 
         refuse_if_held(weight, name)
     for name, weight in new.items():
         if not _is_stored(weight, level):  # it may be tied to a layer before this one
-            stored = quantize_weight(dequantize_shards(weight), level)
+            stored = quantize_weight(dequantize_shards(weight), level, weight.requires_grad)
             if is_distributed(weight):
                 _hold(weight, stored)
             else:
@@ -141,7 +141,7 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
     return isinstance(weight, ScaledTensor) and weight.codes.dtype == WEIGHT[level]
 
 
-def quantize_weight(values: torch.Tensor, level: str) -> torch.Tensor:
+def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> torch.Tensor:
     """Quantize plain values as a weight of a level, with its master at O3 and its residual at O4. The ranks of a
     DTensor agree on the scales, so all of them call this.
 
@@ -160,6 +160,7 @@ def quantize_weight(values: torch.Tensor, level: str) -> torch.Tensor:
         for part in (local_part(weight), local_part(weight).master):
             if part is not None:
                 part.partial = SHARD
+    local_part(weight).untrained = not trains
     return weight
 
 
@@ -370,8 +371,13 @@ def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> No
 def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
     """Load post-hook of a module: quantize the plain Parameters of `load_state_dict(assign=True)`."""
     for part, (weight, level) in _stored_weights(module).items():
-        if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
-            swap(weight, quantize_weight(weight.detach(), level), part)
+        if not is_distributed(weight):
+            if not isinstance(weight, ScaledTensor):
+                values = weight.detach()
+                swap(weight, quantize_weight(values, level, weight.requires_grad), part)
+                if weight.untrained:
+                    weight.data = values
+            weight.drop_exact_edits()
         _add_gradient_hook(weight)
 
 

@@ -3,7 +3,7 @@
 Functions read its exact values; if one of several ranks owns these, products and lookups read the FP8 values, and any
 other function raises. Views are views of the storage. Operations in place run on FP32 values of the whole: a weight
 keeps these (`ScaledStorage.edited`) until the optimizer's next step, and stores them rounded; a gradient takes them as
-its codes. `copy_` and other writes of all values store them rounded at once.
+its codes. `copy_` and other writes of all values store them rounded at once, except in a weight without an optimizer.
 
 The implementations registered below work on codes and scale directly, or do not compute values.
 """
@@ -145,7 +145,7 @@ def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], d
     if tensor.stored.edited is not None:
         result.stored.edited = move(tensor.in_whole(tensor.stored.edited))
     result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
-    result.is_state = tensor.is_state
+    result.is_state, result.untrained = tensor.is_state, tensor.untrained
     return result
 
 
@@ -318,7 +318,7 @@ def _copy_(func, target, source, non_blocking=False):
     same_scale = isinstance(source, ScaledTensor) and source.scale_inv is target.scale_inv
     if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
-    stays_exact = stored.copied and not isinstance(source, ScaledTensor)
+    stays_exact = stored.untrained and not isinstance(source, ScaledTensor)
     if target._view is None and stored.partial in (False, SHARD):
         stored.state_dict_copies.accept()
         if not stays_exact:

@@ -68,8 +68,8 @@ class ScaledStorage:
         edited: FP32, strides of `codes`: values after operations in place, before rounding. The optimizer's next step
             or a copy of whole values drops them.
         known: (amax, weak reference to the codes, their version) from the optimizer's last step, for `known_amax`.
-        copied: a weight of a deep-copied model without an optimizer, such as an average of weights. It stores plain
-            values exactly.
+        untrained: a weight without an optimizer: frozen, or of a deep-copied model, such as an average of weights. It
+            keeps plain values exactly, in `edited`.
         unagreed: a shard with a scale of its own after a write, until the ranks agree on one.
         gathered: this rank has the exact values of a sharded weight for a while.
         state_dict_copies: plain copies of this weight in state dicts.
@@ -87,7 +87,7 @@ class ScaledStorage:
     shared_out: bool = False
     edited: torch.Tensor | None = None
     unagreed: bool = False
-    copied: bool = False
+    untrained: bool = False
     gathered: bool = False
     known: tuple[torch.Tensor, weakref.ref, int] | None = None
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
@@ -165,6 +165,7 @@ class ScaledTensor(WithoutMemory):
     """DeepSpeed's engine broadcasts the bytes of no Parameter with this attribute: codes are copied by `comm`."""
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
+    untrained = _stored("untrained")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
     edited, state_dict_copies, scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
     master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master.codes)))
@@ -299,7 +300,13 @@ class ScaledTensor(WithoutMemory):
     def settle(self) -> None:
         """Drop the FP32 values after operations in place. The stored codes are these values, rounded."""
         self.stored.state_dict_copies.check()
-        self.stored.edited, self.stored.copied = None, False
+        self.edited, self.untrained = None, False
+
+    def drop_exact_edits(self) -> None:
+        """Drop the FP32 values after operations in place, such as a load, if the stored parts hold them exactly."""
+        edited, self.edited = self.edited, None
+        if edited is not None and not torch.equal(self.in_whole(edited), self.exact(torch.float32)):
+            self.edited = edited
 
     @property
     def data(self) -> torch.Tensor:
@@ -401,7 +408,10 @@ class ScaledTensor(WithoutMemory):
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
-        more = {name: getattr(self, name) for name in ("master", "residual", "elsewhere", "shared_out", "is_state")}
+        more = {
+            name: getattr(self, name)
+            for name in ("master", "residual", "elsewhere", "shared_out", "is_state", "untrained")
+        }
         more["edited"] = None if self.edited is None else self.in_whole(self.edited)
         others |= {name: value for name, value in more.items() if value is not None and value is not False}
         codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes  # pickle knows no FP8
@@ -416,7 +426,7 @@ class ScaledTensor(WithoutMemory):
             attributes = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_view"}, memo)
             whole = self.view_of(self.stored.codes)
             whole.stored = attributes["stored"]
-            whole.stored.copied = not (self.is_state or self.accumulates)
+            whole.untrained = not (self.is_state or self.accumulates)
             copied = whole.view_of(self.in_whole(whole.stored.codes)).requires_grad_(self.requires_grad)
             copied.__dict__.update(attributes)
             memo[id(self)] = copied
@@ -470,7 +480,7 @@ def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
     """Return True if a pickled ScaledTensor may have such an attribute. Names of PyTorch and this class are reserved,
     except those that `ScaledTensor.__reduce_ex__` writes."""
     is_tensor = isinstance(value, torch.Tensor)
-    if name in ("shared_out", "is_state"):
+    if name in ("shared_out", "is_state", "untrained"):
         return isinstance(value, bool)
     if name == "elsewhere":
         return isinstance(value, Elsewhere)

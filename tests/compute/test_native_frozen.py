@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -172,6 +173,54 @@ def test_inplace_update_of_frozen_weight_is_held_in_fp32():
     weight.data += torch.full((64, 32), 1e-4)
     torch.testing.assert_close(model.state_dict()["base.0.weight"], before + 1e-4, rtol=1e-6, atol=0)
     assert torch.equal(weight.dequantize(), quantize(weight.exact(), torch.float8_e4m3fn).dequantize())
+
+
+WRITES = {
+    "data": lambda weight, values: setattr(weight, "data", values),
+    "copy": torch.no_grad()(lambda weight, values: weight.copy_(values)),
+    "copy to data": lambda weight, values: weight.data.copy_(values),
+    "set": torch.no_grad()(lambda weight, values: weight.set_(values)),
+}
+CARRIERS = {
+    "itself": lambda model: model,
+    "deep copy": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "cast": lambda model: model.double().float(),
+}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("frozen_by", ["fp8_params", "msamp:O2", "msamp:O3", "msamp:O4"])
+def test_written_values_of_a_frozen_weight_stay_exact(frozen_by, carrier):
+    fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
+    model = Adapted()
+    recipe = fp8_backends.FP8RecipeKwargs(**({"backend": "native:dynamic", "exclude": ["adapter"]} | fields))
+    prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
+    model = CARRIERS[carrier](model)
+    for write in WRITES.values():
+        values = torch.randn(64, 32)
+        write(model.base[0].weight, values)
+        assert torch.equal(model.state_dict()["base.0.weight"], values)
+        assert is_frozen(model.base[0].weight)
+    conversion.restore(model)
+    assert torch.equal(model.base[0].weight, values)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("frozen_by", ["fp8_params", "msamp:O2", "msamp:O3", "msamp:O4"])
+def test_a_loaded_frozen_weight_takes_more_memory_only_for_new_values(frozen_by, assign):
+    fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
+    model = Adapted()
+    recipe = fp8_backends.FP8RecipeKwargs(**({"backend": "native:dynamic", "exclude": ["adapter"]} | fields))
+    prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
+    saved, size = model.state_dict(), len(pickle.dumps(model.base[0].weight))
+    model.base[0].weight.data *= 1.1
+    merged = {name: value.clone() for name, value in model.state_dict().items()}
+    assert len(pickle.dumps(model.base[0].weight)) > size + 4 * 2048
+    model.load_state_dict(saved, assign=assign)
+    assert len(pickle.dumps(model.base[0].weight)) < size + 1024
+    model.load_state_dict(merged, assign=assign)
+    assert torch.equal(model.state_dict()["base.0.weight"], merged["base.0.weight"])
 
 
 def test_moves_and_casts_keep_fp8():

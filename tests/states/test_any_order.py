@@ -100,13 +100,14 @@ class AnyOrder(RuleBasedStateMachine):
             with torch.no_grad():
                 change(p)
 
-    def round_twins(self):
-        for twin in self.twins.values():
-            twin.data = self.rounded(twin)
-
     def rounded(self, values):
         """Plain values as the level stores them."""
         return quantize_weight(values.detach(), self.level).exact()
+
+    def write_twin(self, which, values):
+        """Write plain values as the weight stores them: rounded, unless it was frozen when it was prepared."""
+        keeps = self.model[which].weight.untrained
+        self.twins[which].data = values.detach().clone() if keeps else self.rounded(values)
 
     @rule(which=WHICH, view=st.sampled_from(sorted(VIEWS)), edit=st.sampled_from(sorted(EDITS)), seed=SEEDS)
     def edit(self, which, view, edit, seed):
@@ -121,7 +122,7 @@ class AnyOrder(RuleBasedStateMachine):
         """A few initializers end with a copy of all values, stored rounded."""
         weight, twin = self.model[which].weight, self.twins[which]
         if weight.stored.edited is None:
-            twin.data = self.rounded(twin)
+            self.write_twin(which, twin)
 
     @rule(which=WHICH, how=st.sampled_from(["data", "copy_", "set_", "state dict", "vector"]), seed=SEEDS)
     def assign(self, which, how, seed):
@@ -140,14 +141,15 @@ class AnyOrder(RuleBasedStateMachine):
             else:
                 self.model.load_state_dict({**self.model.state_dict(), f"{which}.weight": new})
         if how == "state dict":
-            self.round_twins()
-        twin.data = self.rounded(new)
+            for i, other in self.twins.items():
+                self.write_twin(i, other)
+        self.write_twin(which, new)
 
     @rule(which=WHICH)
     def vector_and_back(self, which):
         weight = self.model[which].weight
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]).detach(), [weight])
-        self.twins[which].data = self.rounded(self.twins[which])
+        self.write_twin(which, self.twins[which])
 
     @rule(seed=SEEDS)
     def backward(self, seed):

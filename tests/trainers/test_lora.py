@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import HRAConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from tiny_trainers import LAYERS, kept_frozen, llama, loss_in_bf16, losses_of, trainable, trainer_for, values_of
 
 import fp8_backends
@@ -109,6 +111,48 @@ def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     assert all(type(parameter) is torch.nn.Parameter for parameter in merged.parameters())
     # the same values by other products: x (w + B A) in bf16
     assert loss_in_bf16(merged) == pytest.approx(loss, abs=0.005)
+
+
+PARTS = ["q_proj", "down_proj"]
+ADAPTERS = {
+    "LoRA": LoraConfig(target_modules=PARTS, init_lora_weights=False),
+    "DoRA": LoraConfig(target_modules=PARTS, init_lora_weights=False, use_dora=True),
+    "LoHa": LoHaConfig(target_modules=PARTS, init_weights=False),
+    "OFT": OFTConfig(target_modules=PARTS, init_weights=False, oft_block_size=8),
+    "HRA": HRAConfig(target_modules=PARTS, init_weights=False),
+    "IA3": IA3Config(target_modules=PARTS, feedforward_modules=PARTS[1:], init_ia3_weights=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize(
+    "backend, kind", [*(("native", kind) for kind in ADAPTERS), ("msamp:O2", "LoRA"), ("msamp:O4", "DoRA")]
+)
+def test_merge_and_unmerge_equal_stock_to_the_bit(backend, kind, safe_merge, tmp_path):
+    torch.manual_seed(0)
+    model, stock = (get_peft_model(llama(num_hidden_layers=1), copy.deepcopy(ADAPTERS[kind])) for _ in range(2))
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **({"fp8_params": True} if backend == "native" else {}))
+    fp8_backends.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), recipe)
+    stock.load_state_dict(model.state_dict())  # the base as FP8 or a level holds it
+
+    def assert_equal():
+        found, wanted = model.state_dict(), stock.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+    for merged in (model, stock):
+        merged.merge_adapter(safe_merge=safe_merge)
+    assert_equal()
+    for merged in (model, stock):
+        merged.unmerge_adapter()
+    assert_equal()
+    model, stock = (merged.merge_and_unload(safe_merge=safe_merge) for merged in (model, stock))
+    assert_equal()
+    model.save_pretrained(tmp_path)
+    fp8_backends.restore(model)
+    assert_equal()
+    model = type(stock).from_pretrained(tmp_path)
+    assert_equal()
 
 
 @pytest.mark.slow

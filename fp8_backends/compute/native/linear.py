@@ -49,7 +49,9 @@ keep the codes of a checkpoint: FP8 with a scale for 128 x 128 values, or others
 
 def frozen(weight: torch.Tensor) -> ScaledTensor:
     """Quantize a weight to a frozen one of the same dtype."""
-    return quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
+    stored = quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
+    stored.untrained = True
+    return stored
 
 
 class Operands(NamedTuple):
@@ -251,7 +253,10 @@ class FP8Products(KeepsLedger):
             values, self.weight = self.weight.detach(), before
             before.copy_(values)
         elif self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):  # `assign=True`: another Parameter
-            self.weight = nn.Parameter(frozen(self.weight), requires_grad=False)
+            values, self.weight = self.weight.detach(), nn.Parameter(frozen(self.weight), requires_grad=False)
+            self.weight.copy_(values)
+        if isinstance(self.weight, ScaledTensor):
+            self.weight.drop_exact_edits()
 
 
 class FP8Linear(FP8Products, nn.Linear):
