@@ -37,11 +37,11 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
     """Cast each weight to FP8 once per optimizer step, not in each forward of an accumulated step. Results are
     bit-identical.
 
-    An optimizer step watched by `prepare` discards the codes, and so does any other change of the weight except a
-    write through `weight.data` between two microbatches. Codes take one byte an element; rules with one scale a tensor
-    hold them until backward anyway. `native:delayed` (its scales move with every forward), other backends and compiled
-    code ignore the setting. An `Accelerator` with `gradient_accumulation_steps` above 1 turns it on automatically if
-    weights are whole on every rank.
+    Only weights with a gradient at the last step of a prepared optimizer keep codes. The next step discards them, and
+    so does any other change of the weight except a write through `weight.data` between two microbatches. Codes take one
+    byte an element; rules with one scale a tensor hold them until backward anyway. `native:delayed` (its scales move
+    with every forward), other backends and compiled code ignore the setting. An `Accelerator` with
+    `gradient_accumulation_steps` above 1 turns it on automatically if weights are whole on every rank.
 
     Args:
         model: prepared, or holds prepared models.

@@ -44,8 +44,17 @@ def made(backend="native:dynamic", keep=True, optimizer=torch.optim.AdamW, watch
     optimizer = optimizer(model.parameters(), lr=0.1)
     prepare(model, optimizer if watched else None, backend)
     if keep:
-        keep_weight_casts(model)
+        keep_codes(model)
     return model, optimizer
+
+
+def keep_codes(model):
+    """Keep codes as after a first step: only weights that an optimizer trains have any."""
+    keep_weight_casts(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    COMPUTE.after_optimizer_step(model)
+    model.zero_grad()
 
 
 def batch(number):
@@ -64,7 +73,7 @@ def trained(model, optimizer, steps=3, microbatches=3):
     for step in range(steps):
         for number in range(microbatches):
             found += microbatch(model, 10 * step + number)
-        found += [p.grad.clone() for p in model.parameters()]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -91,11 +100,49 @@ def test_delayed_scales_and_stored_codes_are_not_kept(backend, casts):
 def test_codes_are_kept_only_on_request(casts):
     model, _ = made(keep=False)
     microbatch(model)
-    keep_weight_casts(model)
+    keep_codes(model)
     microbatch(model)
     keep_weight_casts(model, False)
     microbatch(model)
     assert len(casts) == 6 and COMPUTE.transient_bytes_per_element(model[0]) == 1
+
+
+class Taught(nn.Module):
+    """A student with a momentum teacher inside, which forward averages through `.data`."""
+
+    def __init__(self, write, differentiable) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.write, self.differentiable, self.taught = write, differentiable, []
+
+    def forward(self, x):
+        if self.training:
+            self.write(self.teacher.weight.data, self.student.weight.detach())
+        with torch.set_grad_enabled(self.differentiable):
+            self.taught.append(self.teacher(x).detach())
+        return self.student(x) - self.taught[-1]
+
+
+AVERAGES = {
+    "mul_": lambda data, new: data.mul_(0.5).add_(new, alpha=0.5),
+    "copy_": lambda data, new: data.copy_(0.5 * data + 0.5 * new),
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("trains", ["student", "requires gradients", "all"])
+def test_a_momentum_teacher_written_through_data_is_cast_in_each_forward(trains, average):
+    outputs = []
+    for keep in (False, True):
+        model = Taught(AVERAGES[average], differentiable=trains == "all")
+        model.teacher.requires_grad_(trains == "all")
+        optimizer = torch.optim.SGD((model.student if trains == "student" else model).parameters(), lr=0.1)
+        prepare(model, optimizer, "native:dynamic")
+        keep_weight_casts(model, keep)
+        trained(model, optimizer)
+        outputs.append(model.taught)
+    assert all(map(torch.equal, *outputs))
 
 
 class Raw(torch.optim.SGD):
@@ -231,7 +278,7 @@ def test_audit_counts_bytes_of_kept_codes():
     for backend, before, after in (("native:dynamic", 1, 1), ("native:rowwise", 0, 1), ("native:delayed", 1, 1)):
         model, optimizer = made(backend, keep=False)
         assert COMPUTE.transient_bytes_per_element(model[0]) == before
-        keep_weight_casts(model)
+        keep_codes(model)
         assert COMPUTE.transient_bytes_per_element(model[0]) == after
         microbatch(model)
         held = model[0].fp8_shared.held(model[0])
@@ -281,4 +328,4 @@ def test_accumulating_accelerator_keeps_codes(steps, casts):
             accelerator.backward(model(batch(number)).float().sum())
             optimizer.step()
             optimizer.zero_grad()
-    assert len(casts) == 2 * 4 // steps
+    assert len(casts) == (8 if steps == 1 else 6)  # the first step shows which weights train

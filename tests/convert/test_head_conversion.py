@@ -89,6 +89,7 @@ def test_restore_copies_and_pickles(fields):
 def test_activation_checkpointing_and_kept_weight_casts():
     model, optimizer = prepared(fused_head=True, **FP8_HEAD)
     fp8_backends.convert.stored_weights.keep_weight_casts(model)
+    step(model, optimizer)
     batch = counting_batch()[:8]
     gradients = []
     for _ in range(2):

@@ -142,7 +142,8 @@ class NativeCompute(Compute):
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         for shared in self._shared(root):
-            shared.forget_weights()
+            layers = filter(self.is_converted, root.modules())
+            shared.forget_weights(layer for layer in layers if layer.weight.grad is not None)
             shared.forget_modes()
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)

@@ -6,7 +6,7 @@ first. Backward's notes therefore go through two operators that change memory wi
 they are kept without a reader of their result, run in order, and never run again by recomputation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,6 +111,8 @@ class SharedCodes(Modes):
         """True to keep codes of weights from one forward to the next."""
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
+        """Layers with a gradient at the last optimizer step, and codes of their weights since. Nothing else changes
+        these weights; code that averages others (a momentum teacher) often writes through `.data`, unseen."""
 
     def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
         """Return quantize(), or an earlier layer's result for this very tensor and key, held for the tensor's lifetime.
@@ -129,22 +131,24 @@ class SharedCodes(Modes):
         self.keeps_weights = keep
         self.forget_weights()
 
-    def forget_weights(self) -> None:
-        """Drop the codes of all weights, after a change of any kind."""
+    def forget_weights(self, trained: Iterable[nn.Module] = ()) -> None:
+        """Drop the codes of all weights, after a change of any kind. Keep later codes of these layers."""
         self._weights.clear()
+        if self.keeps_weights:
+            self._weights.update(dict.fromkeys(trained, (None, None, None)))
 
     def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
         """Return quantize(), or an earlier forward's result for this layer, its very weight, and key. Misses changes
-        through `weight.data`, which autograd does not count. Keeps codes only in training, and only of whole weights:
-        codes of gathered ones would need the memory saved by sharding."""
-        if torch.compiler.is_compiling() or not (self.keeps_weights and layer.training and _is_whole(layer.weight)):
+        through `weight.data`, which autograd does not count. Keeps codes only in training, of trained weights, and only
+        of whole ones: codes of gathered weights would need the memory saved by sharding."""
+        if torch.compiler.is_compiling() or not (layer.training and layer in self._weights and _is_whole(layer.weight)):
             return quantize()
         memory = tuple(  # and its version. The weak reference keeps its address from reuse
             (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
             for t in Stored.of(layer.weight)
             if t is not None
         )
-        known_memory, known_key, codes = self._weights.get(layer, (None, None, None))
+        known_memory, known_key, codes = self._weights[layer]
         if known_memory != memory or known_key != key:
             codes = quantize()
             if not torch.is_inference_mode_enabled():  # a later forward in training could not save such codes

@@ -129,6 +129,8 @@ def test_kept_weight_codes_have_layouts_of_later_forwards(launched):
     """Include dgrad's layout, unread by the first forward without gradients."""
     model, x = layer("dynamic"), torch.randn(4, 40)
     COMPUTE.keep_weight_casts(model, True)
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    COMPUTE.after_optimizer_step(model)  # it trains
     with torch.no_grad():
         model(x)
     assert launched == [(True, False), (True, True)] and COMPUTE.transient_bytes_per_element(model[0]) == 2
