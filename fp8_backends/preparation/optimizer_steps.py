@@ -89,6 +89,8 @@ class AfterStep:
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
+                if plain := levels.plain_weights_of(root):
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED)
                 left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
@@ -118,11 +120,12 @@ def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
 
 
 def _identity(root: nn.Module) -> int:
-    """Return a number that changes if modules are added, swapped or removed. Cheap: every step needs it."""
+    """Return a number that changes with the modules or Parameters of a model. Cheap: every step needs it."""
     identity, modules = 0, [root]
     while modules:
         module = modules.pop()
         identity += id(module)
-        if module is not None and module._modules:
+        if module is not None:
+            identity += sum(map(id, module._parameters.values()))
             modules += module._modules.values()
     return identity

@@ -37,6 +37,10 @@ WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3}
 BLOCK = 128
 """Elements of a state with one scale, at O4."""
 
+REPLACED = (
+    "replaced after the model was prepared, and plain: prepare model and optimizer again to store it at the level"
+)
+
 LEVEL = "_fp8_level"
 """Attribute of a module with stored weights: Parameter name -> level."""
 
@@ -344,8 +348,19 @@ def forget_ties(root: nn.Module) -> None:
             _remove_state_dict_hooks(module)
 
 
+def plain_weights_of(root: nn.Module) -> list[str]:
+    """Return the names of plain Parameters in the place of weights that a level stored."""
+    return [
+        f"{name}.{part}".strip(".")
+        for name, module in root.named_modules()
+        for part, (weight, level) in _stored_weights(module).items()
+        if not _is_stored(weight, level)
+    ]
+
+
 def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
-    return {part: (module._parameters[part], level) for part, level in module.__dict__.get(LEVEL, {}).items()}
+    levels, parameters = module.__dict__.get(LEVEL, {}), module._parameters
+    return {part: (parameters[part], levels[part]) for part in levels if parameters.get(part) is not None}
 
 
 def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:

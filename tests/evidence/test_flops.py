@@ -341,6 +341,39 @@ def test_added_parameters_without_optimizer_warn_once(backend, caplog):
     assert not caplog.text
 
 
+@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O1", "msamp:O3"])
+@pytest.mark.parametrize("change", ["in no optimizer", "in the optimizer", "frozen"])
+def test_a_replaced_parameter_is_named_once(change, backend, caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, backend)
+    x = torch.randn(8, 16)
+    step(model, optimizer, x)
+    assert not caplog.text
+    model[1].weight = nn.Parameter(torch.randn(16, 32), requires_grad=change != "frozen")
+    if change == "in the optimizer":
+        optimizer.add_param_group({"params": [model[1].weight]})
+    step(model, optimizer, x)
+    plain = f"{backend}: 1.weight: replaced after the model was prepared, and plain: prepare model and optimizer again"
+    assert (plain in caplog.text) == (backend != "native:dynamic")
+    untrained = f"{backend}: 1.weight: added after the model was prepared, in no prepared optimizer"
+    assert (untrained in caplog.text) == (change == "in no optimizer")
+    caplog.clear()
+    step(model, optimizer, x)
+    assert not caplog.text
+    fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), backend)
+    assert (type(model[1].weight) is nn.Parameter) == (backend == "native:dynamic")
+
+
+def test_a_parametrized_weight_of_a_level_steps(caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "msamp:O2")
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    step(model, optimizer, torch.randn(8, 16))
+    assert "replaced" not in caplog.text
+
+
 def test_replaced_layer_is_detected(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
