@@ -309,14 +309,15 @@ class RuleFields(KwargsHandler):
     )
     """Length of the amax history in steps."""
     amax_compute_algo: str = setting(
-        "most_recent",
+        "max",
         amax_algorithm,
         scalings=DELAYED,
         launcher_default="most_recent",
         further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
         synonyms={"fp8_amax_compute_algo": same},
     )
-    """Compute the scale from the most recent amax, or from the maximum of the history."""
+    """Compute the scale from the maximum of the history, or from the most recent amax, which clips if a model is called
+    twice a step with inputs of other magnitudes."""
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
         three_flags,

@@ -90,7 +90,9 @@ def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
         return _ao_fields(handler)
     names = [*(field.name for field in dataclasses.fields(RuleFields)), "opt_level"]
     given = {name: value for name in names if (value := getattr(handler, name, None)) is not None}
-    fields = {name: value for name, value in given.items() if FIELDS[name].parsed(value) != FIELDS[name].default}
+    fields = {
+        name: value for name, value in given.items() if FIELDS[name].parsed(value) != FIELDS[name].launcher_default
+    }
     mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
     return {"backend": backend or getattr(handler, "backend", None) or "te", **mxfp8, **fields}
 

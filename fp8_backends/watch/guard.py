@@ -31,12 +31,12 @@ from ..convert.features import FEATURES
 from ..errors import FP8BackendError
 from ..formats import scaling
 from ..formats.formats import RECIPE_FORMATS
-from ..formats.scaling import HISTORY, ROLLS, WINDOW
+from ..formats.scaling import HISTORY, INPUT, ROLLS, WINDOW
 from ..recipes.handlers import Recipe
 from ..states.gradient_release import is_dropped
 from ..tensors.scaled_tensor import stored_parts
 from ..tensors.sharded_tensor import local_part
-from ..torch_tools.modules import plain_name
+from ..torch_tools.modules import is_traced, plain_name
 from ..torch_tools.optimizers import parameters_of, steps_of, unwrapped
 from ..words import counted, listed
 
@@ -47,6 +47,16 @@ OF_STATE = ", its optimizer state"
 FOREIGN = "a parameter of no prepared model"
 OPERANDS = ("input", "weight", "output's gradient")
 """Names of the rows of a scaling state."""
+
+CLIPS_SOUGHT_EVERY = 16
+"""Optimizer steps between two looks of `ClippingWatch`."""
+RECENT, OFTEN = 64, 8
+"""Amaxes in a look; number of those over twice the range of the scale made of the one before, for a warning."""
+_INPUT_AMAXES = {
+    "fp8_scaling": lambda state: state.view(torch.float32)[..., INPUT, HISTORY:],
+    "te_forward_amax_history": lambda history: history.t()[::3],
+}
+"""Name of a delayed state -> its amaxes of inputs, FP32 [..., history length], the next one first, then by age."""
 
 REMEMBERED = 1000
 COMPARED_EVERY = 100
@@ -152,8 +162,21 @@ def counts_of(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return {} if guard is None else {"guard_faults": guard.faults, "guard_skipped": guard.skipped}
 
 
+def watch_clipping(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Watch scales of the most recent amax, with any `guard`. Repeating it does nothing."""
+    recipe = recipe.stateful
+    if recipe.amax_compute_algo != "most_recent":
+        return
+    if not any(isinstance(hook, ClippingWatch) for hook in optimizer._optimizer_step_post_hooks.values()):
+        optimizer.register_step_post_hook(ClippingWatch(models, recipe))
+
+
 FEATURES["guard"].update(
-    before_proof=watch, after_backward=after_backward, join_uneven_inputs=join_uneven_inputs, figures=counts_of
+    before_proof=watch,
+    after_proof=watch_clipping,
+    after_backward=after_backward,
+    join_uneven_inputs=join_uneven_inputs,
+    figures=counts_of,
 )
 
 
@@ -516,6 +539,46 @@ class Guard:
     def _restore_statistics(self) -> None:
         for buffer, kept in self._statistics:
             buffer.copy_(kept)
+
+
+class ClippingWatch:
+    """Name layers whose scale of the most recent amax clips inputs step after step, once: a step post-hook. Reads the
+    copies of its look before, so that nothing waits for the device."""
+
+    def __init__(self, models: Iterable[nn.Module], recipe: Recipe) -> None:
+        self.models = weakref.WeakSet(models)
+        self.recipe = recipe
+        self.steps = 0
+        self.amaxes: dict[str, torch.Tensor] = {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        if is_traced():
+            return
+        self.steps += 1
+        if self.steps % CLIPS_SOUGHT_EVERY:
+            return
+        if clipped := [name for name, amaxes in self.amaxes.items() if self._clips_often(amaxes)]:
+            self.models.clear()
+            figures = (
+                f"scales clip inputs of {listed(clipped)} step after step; leave out "
+                'amax_compute_algo="most_recent": the default, "max", follows all calls of the model'
+            )
+            if (guard := guard_of(optimizer)) is not None:
+                guard.report(CLIPPED, figures)
+            elif is_main_process():
+                logger.warning("%s: %s", self.recipe.name, figures)
+        self.amaxes = {}
+        for _, root, prepared in (entry for model in self.models for entry in prepared_roots(model)):
+            for name, state in prepared.compute.scaling_state(root).items():
+                layer, _, part = plain_name(name).rpartition(".")
+                if part in _INPUT_AMAXES:
+                    recent = _INPUT_AMAXES[part](state)[..., 1:][..., -RECENT:]
+                    self.amaxes[layer] = recent.to("cpu", non_blocking=True)
+
+    def _clips_often(self, amaxes: torch.Tensor) -> bool:
+        before, after = amaxes[..., :-1], amaxes[..., 1:]
+        clips = (before > 0) & (after > 2.0 ** (1 + self.recipe.margin) * before)
+        return bool((clips.sum(-1) >= OFTEN).any())
 
 
 def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:

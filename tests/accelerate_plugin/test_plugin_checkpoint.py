@@ -122,6 +122,23 @@ def test_mismatched_scaling_state_is_an_error(tmp_path):
         accelerator.load_state(str(tmp_path))
 
 
+def test_checkpoint_of_another_default_names_it_and_resumes_by_name(tmp_path, caplog):
+    """As checkpoints from before `max` was the default of `amax_compute_algo`."""
+    recent = {"amax_compute_algo": "most_recent"}
+    accelerator, model, optimizer = new_run("native:delayed", **recent)
+    train(accelerator, model, optimizer, DATA[:3])
+    accelerator.save_state(str(tmp_path))
+    unbroken = train(accelerator, model, optimizer, DATA[3:])
+    for fields, messages in (({}, 1), (recent, 0)):
+        caplog.clear()
+        accelerator, model, optimizer = new_run("native:delayed", seed=5, **fields)
+        with caplog.at_level(logging.WARNING, "fp8_backends"):
+            accelerator.load_state(str(tmp_path))
+        assert caplog.text.count("amax_compute_algo") == messages, caplog.text
+        losses = train(accelerator, model, optimizer, DATA[3:])
+        assert (losses == unbroken) == (fields == recent)
+
+
 def test_each_model_keeps_its_scaling_state(tmp_path):
     def run():
         AcceleratorState._reset_state(reset_partial_state=True)

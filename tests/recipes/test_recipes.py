@@ -212,7 +212,8 @@ def test_defaults_match_accelerates_handlers():
     for recipe in (resolve("te"), resolve("native:delayed"), resolve("ao")):
         assert recipe.fp8_format == "HYBRID"
         assert (recipe.margin, recipe.interval) == (0, 1)
-        assert (recipe.amax_history_len, recipe.amax_compute_algo) == (1024, "most_recent")
+        assert recipe.amax_history_len == 1024
+        assert recipe.amax_compute_algo == "max"  # TransformerEngine's; Accelerate's is most_recent
         assert recipe.override_linear_precision == (False, False, False)
         assert recipe.use_autocast_during_eval is False
         assert recipe.config is recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
@@ -263,8 +264,8 @@ def test_recipe_survives_pickle_deepcopy_and_to_kwargs(recipe):
 
 
 def test_to_kwargs_keeps_explicit_defaults():
-    """Accelerate's drops it, and TransformerEngine's own default, another one, then rules."""
-    assert TERecipeKwargs(amax_compute_algo="most_recent").to_kwargs() == {"amax_compute_algo": "most_recent"}
+    """Accelerate's drops them."""
+    assert TERecipeKwargs(amax_compute_algo="max").to_kwargs() == {"amax_compute_algo": "max"}
 
 
 def test_repr_shows_backend_and_given_fields():
@@ -445,6 +446,7 @@ def stock_te(cls=accelerate.utils.TERecipeKwargs, **fields):
 
 
 def test_accelerates_te_handler_is_equivalent():
+    """Its default `most_recent`, which it fills in, counts as not given."""
     assert resolve(stock_te()) == TERecipeKwargs()
     assert resolve(stock_te(margin=2, amax_compute_algo="max")) == TERecipeKwargs(margin=2, amax_compute_algo="max")
     assert resolve(stock_te(use_mxfp8_block_scaling=True)).name == "te:mxfp8"

@@ -36,7 +36,7 @@ from fp8_backends.compute.te.weights import is_frozen  # noqa: E402
 from fp8_backends.convert.conversion import prepared_roots  # noqa: E402
 from fp8_backends.tensors.scaled_tensor import ScaledTensor  # noqa: E402
 
-SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), "te:dynamic": Float8CurrentScaling}
+SPECS = {"te:delayed": DelayedScaling, "te:dynamic": Float8CurrentScaling}
 
 
 def own_batches() -> list[torch.Tensor]:

@@ -403,3 +403,48 @@ def test_spike_is_distinguished_from_level_shift():
     assert not any(window.see(2.5 + rng.gauss(0, 0.05)) for _ in range(100))
     level = [window.see(7.0 + rng.gauss(0, 0.05)) for _ in range(200)]
     assert [i for i, spike in enumerate(level) if spike is not None] == list(range(MOST_SPIKES))
+
+
+# Scales of the most recent amax in a model called twice a step
+
+
+def called_twice(steps=33, second=4.0, **fields):
+    """Train on an input and one `second` times as large; return the optimizer, and the error of the last output."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    fp8_backends.prepare(model, optimizer, {"backend": "native:delayed", **fields})
+    for _ in range(steps):
+        x = batch()
+        output = model(x), model(second * x)
+        sum(y.square().mean() for y in output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        exact = model.eval()(second * x)
+    return optimizer, ((output[1] - exact).norm() / exact.norm()).item()
+
+
+def test_default_scale_fits_both_calls_of_a_model():
+    assert called_twice(8)[1] < 0.2
+    assert called_twice(8, amax_compute_algo="most_recent")[1] > 0.4
+
+
+@pytest.mark.slow
+def test_layers_that_clip_step_after_step_are_named_once(caplog):
+    recent = {"amax_compute_algo": "most_recent"}
+    for fields in ({**recent, "second": 1.5}, {**recent, "margin": 2}):
+        called_twice(**fields)
+        assert caplog.messages == [], fields
+    called_twice(steps=64, **recent)
+    (message,) = caplog.messages
+    assert message.startswith("native:delayed: scales clip inputs of * (×2) step after step")
+    assert 'leave out amax_compute_algo="most_recent"' in message
+    caplog.clear()
+    optimizer, _ = called_twice(guard="warn", **recent)
+    (fault,) = faults(optimizer)
+    assert fault.kind == "clipped" and fault.figures.startswith("scales clip inputs") and len(caplog.messages) == 1
+
+
+def test_monitor_names_layers_that_clip(caplog, tmp_path):
+    called_twice(4, amax_compute_algo="most_recent", monitor_every=1, monitor_file=str(tmp_path / "monitor.jsonl"))
+    assert "over 1 % clipped" in caplog.messages[0] and "input" in caplog.messages[0]

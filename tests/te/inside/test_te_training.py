@@ -52,16 +52,16 @@ def same(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize(
     ("spec", "recipe"),
     [
-        (TERecipeKwargs(), DelayedScaling(amax_compute_algo="most_recent")),
+        (TERecipeKwargs(), DelayedScaling()),
         (
-            TERecipeKwargs(margin=1, amax_history_len=3, amax_compute_algo="max"),
-            DelayedScaling(margin=1, amax_history_len=3),
+            TERecipeKwargs(margin=1, amax_history_len=3, amax_compute_algo="most_recent"),
+            DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo="most_recent"),
         ),
         ("te:dynamic", Float8CurrentScaling()),
         (TERecipeKwargs(scaling="dynamic", fp8_format="E4M3"), Float8CurrentScaling(fp8_format=Format.E4M3)),
         ("te:blockwise", Float8BlockScaling()),
     ],
-    ids=["delayed", "delayed max", "dynamic", "dynamic E4M3", "blockwise"],
+    ids=["delayed", "delayed most_recent", "dynamic", "dynamic E4M3", "blockwise"],
 )
 @pytest.mark.parametrize("accumulate", [nightly(1), 2])
 def test_losses_match_te_linear_in_te_autocast(spec, recipe, accumulate):
@@ -69,6 +69,19 @@ def test_losses_match_te_linear_in_te_autocast(spec, recipe, accumulate):
     found = losses(made, optimizer, accumulate=accumulate)
     assert found == by_hand(recipe, accumulate)
     assert found[-1] < 0.9 * found[0]
+
+
+def test_layers_that_clip_step_after_step_are_named(caplog):
+    """A model called twice a step, with the scale of the call before."""
+    for algorithm in ("max", "most_recent"):
+        made, optimizer = prepared(TERecipeKwargs(amax_compute_algo=algorithm))
+        for _ in range(32):
+            (loss_of(made, BATCHES[0]) + loss_of(made, 4 * BATCHES[0])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = [message for message in caplog.messages if "clip inputs" in message]
+        assert len(named) == (algorithm == "most_recent")
+    assert "te:delayed: scales clip inputs of" in named[0] and "first" in named[0]
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
