@@ -154,6 +154,21 @@ def test_zero_tokens_and_one_dimension(scaling):
         linear(torch.randn(4, 31))
 
 
+@pytest.mark.parametrize("shape", [(4, 16, 32), (64, 32), (32,)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_outputs_without_bias_may_be_written_in_place(scaling, compiled, shape):
+    linear = nn.Linear(32, 16, bias=False)
+    preparation.prepare_model(linear, recipes.resolve(f"ao:{scaling}"))
+    run = torch.compile(linear, backend="aot_eager") if compiled else linear
+    x, gradients = torch.randn(shape), []
+    for scale in (lambda y: y.mul_(3), lambda y: y * 3):
+        scale(run(x)).square().sum().backward()
+        gradients.append(linear.weight.grad)
+        linear.weight.grad = None
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_inference_mode_matches_no_grad(scaling, autocast):
