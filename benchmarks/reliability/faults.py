@@ -42,7 +42,7 @@ ACTIONS = ("warn", "skip", "stop")
 EVERY = 4
 """Steps from one comparison of replicas to the next."""
 FIRST, LAST, STEPS = 52, 60, 80
-"""A fault is planted at a random step from FIRST on, when the losses before it can be judged."""
+"""A fault is planted at a random step from FIRST to LAST."""
 
 SINGLE = {
     "NaN in a batch": ({"loss", "gradient"}, ""),
@@ -50,20 +50,22 @@ SINGLE = {
     "activations x 10,000": ({"clipped"}, "0 (input)"),
     "history of NaN": ({"stuck"}, "2 (input)"),
     "history frozen": ({"stuck"}, "2 (input)"),
-    "targets x 1,000": ({"spike"}, ""),
 }
 """Faults on one process: the kinds that name it, and the begin of its first place."""
 ON_RANKS = {
     "NaN in rank 1's batch": ({"loss", "gradient"}, ""),
     "rank 1's activations x 10,000": ({"clipped"}, "0 (input)"),
-    "rank 1's targets x 1,000": ({"spike"}, ""),
     "a bit of rank 1's weight": ({"apart"}, "2.weight"),
     "a bit of rank 1's scale": ({"apart"}, "2, its scaling state"),
     "rank 1 skips a backward": ({"alone"}, ""),
 }
-STATELESS = {"activations x 10,000": ({"spike"}, ""), "rank 1's activations x 10,000": ({"spike"}, "")}
-"""Differences for just-in-time scales: nothing clips, and the loss reveals it."""
-OF_STATES = ("history of NaN", "history frozen", "a bit of rank 1's scale")
+OF_STATES = (
+    "activations x 10,000",
+    "rank 1's activations x 10,000",
+    "history of NaN",
+    "history frozen",
+    "a bit of rank 1's scale",
+)
 """Faults only of backends with scaling states."""
 
 
@@ -190,7 +192,7 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
 
 def judged(run: Run, backend: str, fault: str, at: int, named: list, is_mine: bool) -> list[str]:
     """Return errors in the guard's findings."""
-    kinds, place = {**SINGLE, **ON_RANKS, **(STATELESS if run.scaling is None else {})}[fault]
+    kinds, place = {**SINGLE, **ON_RANKS}[fault]
     if "skips" in fault and not is_mine:
         return [f"named on a rank that did nothing wrong: {named[0]}"] if named else []
     due = at

@@ -10,9 +10,7 @@ guard="off" installs nothing.
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +38,7 @@ from ..torch_tools.modules import is_traced, plain_name
 from ..torch_tools.optimizers import parameters_of, steps_of, unwrapped
 from ..words import counted, listed
 
-LOSS, GRADIENT, PARAMETER, SPIKE = "loss", "gradient", "parameter", "spike"
+LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
 CLIPPED, STUCK, APART, ALONE, POLICY = "clipped", "stuck", "apart", "alone", "policy_gap"
 """Kinds of faults; `Fault` explains them."""
 OF_STATE = ", its optimizer state"
@@ -66,21 +64,6 @@ LEFT_OUT_AT_MOST = 50
 FROZEN = 16
 """Optimizer steps after which a history that records and does not roll counts as stuck."""
 
-LOSSES = 100
-WARM_UP = 50
-"""Losses needed to judge the next one: fewer say little of their spread."""
-SPREADS = 10.0
-"""Spreads between a spike and the median. Normal numbers need 6 (once in 1e9); small batches have longer tails."""
-RANGES, PLAIN_RANGES = 2.0, 10.0
-"""Distance of a spike from the median in units of the window's largest loss, for logarithms and for plain numbers,
-which have longer tails. Where batches of two kinds alternate, the spread is that of one kind."""
-LEAST_FACTOR = 1.5
-"""Least ratio of a spike to the median: the spread of a nearly constant loss says nothing."""
-LEAST_SHARE = 0.05
-"""Least ratio of a spike to the first losses: below it, an overfitted model jumps about."""
-MOST_SPIKES = 3
-"""This many spikes within LOSSES losses are the new normal, and the window restarts."""
-
 Roots = list[tuple[nn.Module, Prepared]]
 
 
@@ -91,10 +74,10 @@ class Fault(NamedTuple):
     """Steps counted by the optimizer's states, plus the steps skipped in this process, plus this one."""
     kind: str
     """`loss` or `gradient`: not finite. `parameter`: an inf or a NaN in a parameter, buffer or optimizer state, the
-    cause of a non-finite loss or gradient. `spike`: a loss far above its predecessors. `clipped`: most values exceed
-    the range of their scale. `stuck`: an invalid scale, or a history that does not move on. `apart`: ranks with
-    different values. `alone`: a step of this rank without a backward pass shared by all. `policy_gap`: a rollout's
-    policy is further from the trained one than the bound of `fp8_backends.trl`."""
+    cause of a non-finite loss or gradient. `clipped`: most values exceed the range of their scale. `stuck`: an invalid
+    scale, or a history that does not move on. `apart`: ranks with different values. `alone`: a step of this rank
+    without a backward pass shared by all. `policy_gap`: a rollout's policy is further from the trained one than the
+    bound of `fp8_backends.trl`."""
     where: tuple[str, ...]
     """Parameters, layers or tensors at fault, the likely origin first; empty for a fault without a place."""
     figures: str
@@ -218,7 +201,6 @@ class Guard:
         self._models: list[weakref.ref[nn.Module]] = []
         self._accelerator: Accelerator | None = None
         self._logged_kinds: set[str] = set()
-        self._window = LossWindow()
         self._rolls: torch.Tensor | None = None
         self._unmoved: torch.Tensor | None = None
         """Counts of all scaling states: rolls at the last look, and steps since it changed."""
@@ -275,9 +257,8 @@ class Guard:
         """Note a loss and, if a step may follow, the non-finite gradients, without synchronizing."""
         self._accelerator = accelerator
         if isinstance(loss, torch.Tensor):
-            mean = loss.detach().float().mean()
-            finite = torch.isfinite(mean)
-            noted = torch.stack([mean.where(finite, 0.0), finite.float(), 1 - finite.float()])
+            finite = torch.isfinite(loss.detach().float().mean()).float()
+            noted = torch.stack([finite, 1 - finite])
             self._losses = noted if self._losses is None else self._losses + noted
         self._after_backward = spoiled(parameters_of(optimizer)) if accelerator.sync_gradients else None
 
@@ -321,7 +302,7 @@ class Guard:
         gradients = None if scaler_looks else spoiled(parameters)
         over, stuck = self._look_at_scaling(self._roots())
         clipped = None if over is None else scaling.is_clipped(over)
-        zeros = torch.zeros(3, dtype=torch.float32, device=parameters[0].device)
+        zeros = torch.zeros(2, dtype=torch.float32, device=parameters[0].device)
         losses = zeros if self._losses is None else self._losses.to(zeros.device)
         counts = [zeros[0] if flags is None else flags.sum().to(zeros) for flags in (gradients, clipped, stuck)]
         totals = torch.cat([losses, torch.stack(counts)])
@@ -358,7 +339,7 @@ class Guard:
 
     def _faults_in(self, look: Look, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> list[Fault]:
         """Return the faults of a step, the same on all ranks."""
-        loss, finite, not_finite, gradients, clipped, stuck = look.totals.tolist()
+        finite, not_finite, gradients, clipped, stuck = look.totals.tolist()
         found: list[tuple[str, tuple[str, ...], str]] = []
         is_lost = bool(not_finite and (gradients or not self.shares_losses))
         broken = ()
@@ -375,10 +356,6 @@ class Guard:
         elif gradients:
             where = self._spoiled_parameters(look, parameters_of(optimizer), groups)
             found.append((GRADIENT, where, f"{counted(len(where), 'gradient')} not finite"))
-        if finite and not not_finite and (spike := self._window.see(mean := loss / finite)) is not None:
-            median, threshold = spike
-            figures = f"{mean:.4g} after a median of {median:.4g}; up to {threshold:.4g} is usual"
-            found.append((SPIKE, (), figures))
         if clipped:
             over = look.overshoot.where(torch.isfinite(look.overshoot), 0.0)
             figures = f"values up to {over.max().item():.3g} times the largest that the scale has a code for"
@@ -655,53 +632,3 @@ def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
     """Return the largest code of each operand's format, FP32 [3], on the device of `like`."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
     return scaling.on_device((forward.max, forward.max, gradient.max), like.device)
-
-
-# Losses
-
-
-class LossWindow:
-    """Judge losses by the median and the median absolute deviation of their predecessors.
-
-    Positive losses are compared by their logarithms, which have short tails even for small batches. Spikes stay out of
-    the window.
-    """
-
-    def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=LOSSES)
-        self.first: float | None = None
-        """Median of the first losses."""
-        self.number = 0
-        """Losses seen."""
-        self.spikes: deque[int] = deque(maxlen=MOST_SPIKES)
-        """Numbers of the last spikes."""
-
-    def see(self, loss: float) -> tuple[float, float] | None:
-        """Add the finite loss of a step. Return (median, threshold) if it is a spike."""
-        self.number += 1
-        spike = self._judged(loss) if len(self.losses) >= WARM_UP else None
-        if spike is None:
-            self.losses.append(loss)
-            return None
-        self.spikes.append(self.number)
-        if len(self.spikes) == MOST_SPIKES and self.number - self.spikes[0] < LOSSES:
-            self.losses.clear()
-            self.spikes.clear()
-        return spike
-
-    def _judged(self, loss: float) -> tuple[float, float] | None:
-        median = statistics.median(self.losses)
-        if self.first is None:
-            self.first = abs(median)
-        positive = min(self.losses) > 0
-        if positive and (loss < LEAST_FACTOR * median or loss < LEAST_SHARE * self.first):
-            return None
-        values = [math.log(value) for value in self.losses] if positive else list(self.losses)
-        middle = statistics.median(values)
-        # 1.4826 median absolute deviations of normal numbers are one standard deviation
-        spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-        ranges = RANGES if positive else PLAIN_RANGES
-        threshold = middle + max(SPREADS * spread, ranges * (max(values) - middle))
-        if spread == 0 or (math.log(loss) if positive else loss) <= threshold:
-            return None
-        return median, math.exp(threshold) if positive else threshold
