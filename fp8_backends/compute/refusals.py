@@ -18,23 +18,35 @@ _WAY_OUT = (
     "compute it with a native backend in evaluation mode (model.eval()), whose layers multiply in high precision there "
     "and those of ao do not, or leave these layers out with exclude=..."
 )
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+"""Key of tensors inside `is_grads_batched`."""
 
 
-def refuse_second_derivative(*_) -> None:
-    """Raise `FP8BackendError` in a backward under `create_graph=True`."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+def refuse_second_derivative(gradient: torch.Tensor) -> None:
+    """Raise `FP8BackendError` in a backward under `create_graph=True`, or of several gradients at once."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
         raise FP8BackendError(f"create_graph=True: the gradient of an FP8 product has no derivative; {_WAY_OUT}")
+    if torch._C._dispatch_keys(gradient).has(_BATCHED):
+        raise FP8BackendError(
+            "is_grads_batched=True, which jacobian(vectorize=True) sets: an FP8 product takes one gradient; call "
+            f"torch.autograd.grad for each, or {_WAY_OUT}"
+        )
 
 
-def refuse_transforms() -> None:
-    """Raise `FP8BackendError` in a forward inside a transform of `torch.func`, or with dual numbers."""
+def refuse_transforms(weight: torch.Tensor | None = None) -> None:
+    """Raise `FP8BackendError` in a forward inside a transform of `torch.func`, for gradients of each sample, or with
+    dual numbers."""
     if torch.compiler.is_compiling():
         return
     # as `torch.autograd.Function.apply` asks, and as `torch.autograd.forward_ad` counts
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    is_dual = torch.autograd.forward_ad._current_level >= 0
+    is_of_samples = type(weight).__name__ == "ExpandedWeight"
+    if torch._C._are_functorch_transforms_active() or is_dual or is_of_samples:
         raise FP8BackendError(
-            "an FP8 layer cannot run inside torch.func's grad, vmap, jvp and the like, nor in forward-mode "
-            f"differentiation (loss.backward() and torch.autograd.grad work); {_WAY_OUT}"
+            "an FP8 layer cannot run inside torch.func's grad, vmap, jvp and the like, call_for_per_sample_grads, nor "
+            f"in forward-mode differentiation (loss.backward() and torch.autograd.grad work); {_WAY_OUT}"
         )
 
 

@@ -461,7 +461,8 @@ _OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
     """Move the carrier's class and added attributes onto `linear`, and note under `mark` how to undo it."""
-    attributes = _added_attributes(carrier)
+    # of PyTorch's Linear, a leaf that torch.fx calls as a module
+    attributes = _added_attributes(carrier) | {"__module__": nn.Linear.__module__}
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
     with follows_class(linear):
         linear.__class__ = type(carrier)

@@ -19,6 +19,7 @@ from torch import nn
 from .. import words
 from ..announcement import announce, logger
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.refusals import refuse_transforms
 from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION, COUNTED
@@ -141,6 +142,8 @@ class FirstStep:
             return
         if self.profile is not None and not self.profile.runs_here:
             return  # complete, interrupted, or another thread's: `after_step` decides
+        for layer in self.layers:
+            refuse_transforms(layer.module.weight)
         grads = [layer.module.weight.grad for layer in self.layers]
         gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]  # changes as each arrives
         if self.began is root:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -149,3 +152,34 @@ def test_preparing_in_inference_mode_is_refused():
         model = network()
     with pytest.raises(FP8BackendError, match="can never train"):
         fp8_backends.prepare(model, None, "msamp:O2")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_several_gradients_at_once_are_refused(spec):
+    model, _ = prepared(spec)
+    x = torch.randn(4, 32, requires_grad=True)
+    with pytest.raises(FP8BackendError, match=f"is_grads_batched=True.*torch.autograd.grad for each.*{WAY_OUT}"):
+        torch.autograd.grad(model(x).sum(1), x, torch.eye(4), is_grads_batched=True)
+    with pytest.raises(FP8BackendError, match="vectorize=True"):
+        torch.autograd.functional.jacobian(model, x, vectorize=True)
+
+
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed", "ao:tensorwise"])
+def test_gradients_of_each_sample_are_refused(spec):
+    model, _ = prepared(spec)
+    with pytest.raises(FP8BackendError, match=f"call_for_per_sample_grads.*{WAY_OUT}"):
+        call_for_per_sample_grads(model)(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolic_trace_calls_fp8_layers_as_modules(spec, training):
+    model, optimizer = prepared(spec)
+    model.train(training)
+    traced, x = torch.fx.symbolic_trace(model), torch.randn(16, 32)
+    assert traced.get_submodule("0") is model[0]
+    twin, _ = prepared(spec)
+    assert torch.equal(traced(x), twin.train(training)(x))
+    pickle.loads(pickle.dumps(model))
+    fp8_backends.restore(model)
+    assert vars(model[0]).keys() == vars(network()[0]).keys()

@@ -394,7 +394,7 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        refuse_second_derivative()
+        refuse_second_derivative(gradient)
         return ctx.exchange.gradients_back(ctx.state, ctx.wire_dtype, gradient), *(None,) * 6
 
 

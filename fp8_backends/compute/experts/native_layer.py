@@ -272,7 +272,7 @@ class GroupedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative()
+        refuse_second_derivative(dy)
         saved = ctx.saved_tensors  # once: checkpointing unpacks them once
         rule, groups, saved = ctx.rule, Groups(*saved[:6]), saved[6:]
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]

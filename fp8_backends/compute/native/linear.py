@@ -110,7 +110,7 @@ class FP8Products(KeepsLedger):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return super().forward(input)
-        refuse_transforms()
+        refuse_transforms(self.weight)
         if self.fp8_rule.frozen_weight:
             check_running(self, isinstance(self.weight, FROZEN))
         refuse_cut_since(self, input)
@@ -304,7 +304,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative()
+        refuse_second_derivative(dy)
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dy = arrived(dy).detach().reshape(-1, dy.shape[-1])

@@ -56,7 +56,7 @@ class AOProducts(nn.Module):
         if not self.fp8_wgrad and torch.is_autocast_enabled(device):
             # TorchAO casts only under CUDA's autocast; elsewhere it multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
-        refuse_transforms()
+        refuse_transforms(self.weight)
         layer = self
         if self.transposed_weight:
             layer = _AsLinear(self.weight.t(), self.bias, self.linear_mm_config, self.config)

@@ -400,7 +400,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        refuse_second_derivative()
+        refuse_second_derivative(dloss)
         if ctx.gradients is None:
             raise FP8BackendError(
                 "fused_head=True: backward ran twice through one loss, whose gradients are made once, in forward; "
