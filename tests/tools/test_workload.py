@@ -89,10 +89,10 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = {"vocab_size": 256, "hidden_size": 32, "max_position_embeddings": 64, **LAYERS}
 BERT = {**SIZES, "intermediate_size": 64}
 MODELS = {
-    "bert": (BertConfig(**BERT), "bert.encoder.layer.*.attention.self.key.bias (×2)"),
+    "bert": (BertConfig(**BERT), "bert.encoder.layer.*.attention.self.key.bias (x2)"),
     "opt": (
         OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32),
-        "model.decoder.layers.*.self_attn.k_proj.bias (×2)",
+        "model.decoder.layers.*.self_attn.k_proj.bias (x2)",
     ),
 }
 """Configurations, and their parameters with theoretically zero gradients: softmax ignores a shift of all keys."""
