@@ -228,7 +228,7 @@ def rolled_delayed_states(
     recorded = history.select(-1, 0)
     seen = recorded != 0
     amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
-    due = seen & (amax > 0) & (amax < torch.inf)
+    due = seen & (amax < torch.inf)  # an amax that was seen is positive
     due = due if interval == 1 else due & (rolls % interval == 0)
     new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max), scale)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
