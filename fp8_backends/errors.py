@@ -20,6 +20,10 @@ class BackendUnavailableError(FP8BackendError, ImportError):
     """A valid backend without support on this machine or in this version."""
 
 
+class NoMemoryError(FP8BackendError, RuntimeError):
+    """Direct access to the memory of a tensor without memory for its values, where PyTorch raises RuntimeErrors."""
+
+
 class Refusal(NamedTuple):
     """Text shared by a rule before training and a layer at run time: `RecipeError(refusal)`."""
 

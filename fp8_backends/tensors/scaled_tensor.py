@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, NoMemoryError
 from ..formats.formats import E4M3, FORMAT_OF, ROOT8
 from ..kernels.triton_gate import is_eager
 from .encoding import amax_of, decode, decode_pair, encode, encode_pair, encode_sum
@@ -120,12 +120,21 @@ class WithoutMemory(torch.Tensor):
         array.setflags(write=False)
         return array
 
-    def __dlpack__(self, *args, **kwargs):
-        raise FP8BackendError(
+    def _refuse_memory(self, *args, **kwargs):
+        raise NoMemoryError(
             f"the memory of a {type(self).__name__} holds no values that another library could share: give it the "
             "plain copy that values() returns, or make weights plain for a while: "
             "fp8_backends.checkpoints.plain_weights(model)"
         )
+
+    __dlpack__ = apply_ = _refuse_memory
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return a storage without memory to compilers, which only compare storages. Raises `NoMemoryError` elsewhere:
+        PyTorch would read and write at a null pointer."""
+        if torch._guards.TracingContext.try_get() is None:
+            self._refuse_memory()
+        return super().untyped_storage()
 
     def tolist(self) -> list:
         return self.values().tolist()

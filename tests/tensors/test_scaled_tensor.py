@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8_backends.errors import FP8BackendError
+from fp8_backends.errors import FP8BackendError, NoMemoryError
 from fp8_backends.formats import formats
 from fp8_backends.formats.formats import FORMAT_OF, saturating_cast
+from fp8_backends.tensors.block_codes import BlockCodes
 from fp8_backends.tensors.encoding import PART, amax_of
 from fp8_backends.tensors.scaled_tensor import (
     FRESH,
@@ -349,6 +350,28 @@ def test_values_leave_like_plain_tensor_values(level):
     assert all(part.is_shared() for part in stored_parts(weight, exact=True))
     clone = weight.detach().clone()
     assert type(clone) is torch.Tensor and torch.equal(clone, exact)
+
+
+MEMORY = {
+    "copy into": lambda tensor, plain: tensor.untyped_storage().copy_(plain.untyped_storage()),
+    "copy from": lambda tensor, plain: plain.untyped_storage().copy_(tensor.untyped_storage()),
+    "set": lambda tensor, plain: plain.set_(tensor.untyped_storage()),
+    "share": lambda tensor, plain: tensor.untyped_storage().share_memory_(),
+    "write an element": lambda tensor, plain: tensor.untyped_storage().__setitem__(0, 1),
+    "typed": lambda tensor, plain: tensor.storage().fill_(1.0),
+    "apply": lambda tensor, plain: tensor.apply_(lambda x: x),
+}
+
+
+@pytest.mark.parametrize("kind", ["O2", "O4", "block codes"])
+@pytest.mark.parametrize("access", MEMORY)
+def test_access_to_memory_without_values_is_refused(access, kind):
+    """Each of these ended the process at a null pointer."""
+    frozen = BlockCodes((torch.ones(4, 4, dtype=E4M3), torch.ones(1, 1)), torch.float32)
+    tensor = frozen if kind == "block codes" else weights(kind, values(4, 4)).detach()
+    for seen in (tensor, tensor[1:]):
+        with pytest.raises(NoMemoryError, match=r"values\(\).*plain_weights"):
+            MEMORY[access](seen, torch.zeros(seen.shape))
 
 
 def test_parameter_can_be_recreated():
