@@ -26,7 +26,7 @@ from .recipes.handlers import (
 from .recipes.precision_plan import plan
 from .rules.validate import validate
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __all__ = [
     "AORecipeKwargs",

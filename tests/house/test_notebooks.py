@@ -66,6 +66,6 @@ def test_empty_findings_show_a_sentence():
 
 
 def test_numbers_are_right_aligned():
-    html = as_html("", [("name", "share", "none"), ("bf16", "94 %", "–"), ("O2", "3.1", "?")])
+    html = as_html("", [("name", "share", "none"), ("bf16", "94 %", "-"), ("O2", "3.1", "?")])
     sides = [cell.get("style").split(";")[0] for cell in ElementTree.fromstring(f"<div>{html}</div>").iter("td")]
     assert sides == ["text-align: left", "text-align: right", "text-align: right"] * 2
