@@ -239,7 +239,7 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
         tensors = [parameter, *([] if parameter.grad is None else [parameter.grad]), *kept]
         total += sum(map(stored_bytes, tensors))
         master = getattr(parameter, "master", None)
-        if master is not None and "master_weight" not in state.get(parameter, {}):
+        if master is not None:
             total += stored_bytes(master)
     return total
 

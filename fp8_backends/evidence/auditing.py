@@ -308,7 +308,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtyp
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
     master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
-    if master is not None and not parameter.requires_grad:  # no optimizer knows it
+    if master is not None:
         states["master"] = master
     if residual is not None:
         sizes["weight"] -= residual.nbytes

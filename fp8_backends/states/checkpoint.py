@@ -32,13 +32,13 @@ MASTER, STEP = "master_weight", "step"
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with more precision than its dtype
-    (scaled FP16 for BF16) as `master_weight`, so that a resumed run is equal to the bit."""
+    """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with a master, or with more precision
+    than its dtype (scaled FP16 for BF16), as `master_weight`, so that a resumed run is equal to the bit."""
     for key, p in parameters_by_key(optimizer, state_dict).items():
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
-        if isinstance(local, ScaledTensor) and local.master is None and p.dtype != torch.float32:
+        if isinstance(local, ScaledTensor) and (local.master is not None or p.dtype != torch.float32):
             state[MASTER] = p.detach()
         state_dict["state"][key] = {name: _exported(value, optimizer.fp8_unread) for name, value in state.items()}
     return state_dict
@@ -86,8 +86,6 @@ def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[s
             p.copy_(_whole(saved[MASTER]))
     if not optimizer.owns(p):
         optimizer.state.pop(p, None)
-    elif p in optimizer.state:
-        optimizer.show_master(p)
 
 
 def store_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -101,11 +99,19 @@ def store_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapp
             optimizer.state[p][name] = value.to(local_part(p).device, torch.float32, copy=True)
 
 
+def is_stored(state: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
+    """Return True if a state has this format."""
+    local = local_part(state)
+    if isinstance(local, ScaledTensor):
+        return (local.codes.dtype, local.block_size) == (dtype, block_size)
+    return local.dtype == dtype and dtype not in FORMAT_OF
+
+
 def _stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int) -> torch.Tensor:
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
-    stored_alike = isinstance(moment, ScaledTensor) and (moment.codes.dtype, moment.block_size) == (dtype, block_size)
+    stored_alike = isinstance(moment, ScaledTensor) and is_stored(moment, dtype, block_size)
     if stored_alike and moment.codes.is_contiguous() and _lies_as(value, p):
         moment = copy.deepcopy(moment.to(local_part(p).device))
     elif dtype not in FORMAT_OF:
@@ -237,7 +243,6 @@ def gather(
                 p.rest, p.elsewhere = rest, None
             if moments and step >= 0:
                 optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
-                optimizer.show_master(p)
 
 
 # Checks before anything changes

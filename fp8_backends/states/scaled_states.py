@@ -194,10 +194,11 @@ class ScaledStates:
         for name in self.roles_of(group):
             if name not in state:
                 state[name] = with_local(p, self.new_moment(p, name, local_part(p).device))
+            elif not checkpoint.is_stored(state[name], *self.moment_format(p, name)):  # somebody replaced it
+                checkpoint.store_states(self, p, {name: state[name]})
         for name, shape in self.fp8_declared.exact_states(p.shape).items():
             if name not in state:
                 state[name] = torch.zeros(shape, dtype=torch.float32, device=local_part(p).device)
-        self.show_master(p)
         return state
 
     def new_moment(self, p: torch.Tensor, name: str, device: torch.device | str) -> torch.Tensor:
@@ -222,12 +223,6 @@ class ScaledStates:
         if not _is_scaled(p) and p.numel() < MIN_SCALED_STATES:
             return torch.float32, 0
         return getattr(self.fp8_states, self.fp8_declared.roles[name])
-
-    def show_master(self, p: torch.Tensor) -> None:
-        """Put the master of a weight into its state, for audits and checkpoints."""
-        master = getattr(local_part(p), "master", None)
-        if master is not None:
-            self.state[p][checkpoint.MASTER] = with_local(p, master)
 
     def keep_all(self) -> None:
         """End the sharding by `fp8_owners`: gather masters, residuals and states on each rank. All ranks call it."""

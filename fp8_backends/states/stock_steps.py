@@ -24,7 +24,6 @@ from ..tensors.encoding import amax_of, decode, decode_pair
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
-from .checkpoint import MASTER
 from .scaled_states import Declaration, LocalView, ScaledStates
 from .sharding import slot_of
 
@@ -181,7 +180,7 @@ def _stock_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state for the stock class: empty before the first step, which fills it."""
     if not state["step"]:
         return {}
-    return {name: value for name, value in state.items() if name != MASTER} | {"step": state["step"].clone()}
+    return {**state, "step": state["step"].clone()}
 
 
 def _keep(state: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -245,7 +245,7 @@ def test_state_dict_holds_plain_tensors_or_placeholders(level, dtype):
             is_scaled = isinstance(stored, ScaledTensor)
             assert type(value) is torch.Tensor and not value.is_meta, name
             assert torch.equal(value.float(), stored.exact(torch.float32) if is_scaled else stored), name
-            in_fp8 = is_scaled and stored.codes.dtype == torch.float8_e4m3fn and stored.residual is None
+            in_fp8 = is_scaled and stored.codes.dtype == torch.float8_e4m3fn and stored.rest is None
             assert value.dtype == (torch.bfloat16 if in_fp8 else torch.float32), name
             assert placeholders[key][name].is_meta == is_scaled, name
 

@@ -14,7 +14,7 @@ import fp8_backends
 from fp8_backends.convert.conversion import restore
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.states.levels import quantize_weight, scale_bytes_per_element
-from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, stored_parts
 
 BYTES = {
     "O1": {"weight": 2, "master": 0, "gradient": 1, "optimizer": 8, "total": 11},
@@ -43,7 +43,7 @@ def test_bytes_per_element_match_the_level(level):
 
 def stored(tensor: torch.Tensor) -> int:
     if isinstance(tensor, ScaledTensor):
-        return sum(part.nbytes for part in (tensor.codes, tensor.scale_inv, tensor.residual) if part is not None)
+        return sum(part.nbytes for part in stored_parts(tensor, exact=True))
     return tensor.nbytes if tensor.numel() > 1 else 0
 
 

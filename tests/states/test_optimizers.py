@@ -90,7 +90,7 @@ def stock_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, d
         copies[id(p)].grad = exact(p.grad)
         state = optimizer.state.get(p, {})
         if state:
-            reference.state[copies[id(p)]] = {k: exact(v) for k, v in state.items() if k != "master_weight"}
+            reference.state[copies[id(p)]] = {k: exact(v) for k, v in state.items()}
     return reference, copies
 
 
@@ -236,6 +236,44 @@ def test_converted_object_keeps_groups_schedulers_and_hooks(kind):
     audit = fp8_backends.audit(model, optimizer)
     assert audit.bytes_per_element["total"] == pytest.approx(BYTES[kind], rel=1e-3)
     assert (audit.lost_updates is None) is ("adam" not in kind)
+
+
+def in_place(optimizer):
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def by_new_tensors(optimizer):
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            state[name] = torch.zeros_like(p.data if value.shape == p.shape else value)
+
+
+def by_half_precision(optimizer):
+    for state in optimizer.state.values():
+        for name in state.keys() - {"step"}:
+            state[name] = torch.zeros_like(state[name], dtype=torch.float16)
+        state["step"].zero_()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "lion"])
+def test_states_reset_by_users_return_to_their_format(kind, level):
+    outcomes = []
+    for reset in (in_place, by_new_tensors, by_half_precision):
+        model, optimizer = prepared(kind, level)
+        train(model, optimizer, range(2))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        bytes_before = fp8_backends.audit(model, optimizer).bytes_per_parameter
+        reset(optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        losses = train(model, optimizer, range(2, 5))
+        assert fp8_backends.audit(model, optimizer).bytes_per_parameter == bytes_before
+        outcomes.append((losses, optimizer))
+    for losses, optimizer in outcomes[1:]:
+        assert losses == outcomes[0][0]
+        assert_equal_states(optimizer, outcomes[0][1])
 
 
 def test_converted_classes_are_named_after_their_stock_classes():

@@ -444,9 +444,9 @@ def assign_parts(tracker: MemoryTracker, model: nn.Module, optimizer: torch.opti
     for buffer in model.buffers():
         tracker.assign(buffer, BUFFERS)
     for state in optimizer.state.values():
-        for name, value in state.items():
+        for value in state.values():
             if isinstance(value, torch.Tensor):
-                tracker.assign(value, MASTER if "master" in name else STATES)
+                tracker.assign(value, STATES)
     tracker.rename(ACTIVATIONS, BUFFERS)
 
 
@@ -493,8 +493,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
-    named = [item for p in scaled for item in optimizer.state[p].items()]
-    states = [value for name, value in named if isinstance(value, torch.Tensor) and "master" not in name]
+    states = [value for p in scaled for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
     block = max(blocks, key=count_elements, default=model)
     sizes = {
         "parameters": count_elements(model),
