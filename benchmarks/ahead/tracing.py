@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -110,7 +111,8 @@ def _differentiated(piece: _Piece, decompositions: dict | None) -> Traced:
         if isinstance(module, fx.GraphModule):
             _move(module, CPU)
     autocast = torch.autocast("cpu", piece.autocast, enabled=piece.autocast is not None)
-    with autocast, functorch.patch(force_non_lazy_backward_lowering=True):
+    context = tracing(TracingContext(fake))  # scaled tensors show storages to compilers only
+    with autocast, context, functorch.patch(force_non_lazy_backward_lowering=True):
         aot_module_simplified(
             piece.module,
             inputs,

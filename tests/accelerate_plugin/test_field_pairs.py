@@ -54,7 +54,7 @@ FIELDS = {
     "use_autocast_during_eval": (None, True),
     "fp8_format": (None, "E4M3"),
     "margin": (None, 1),
-    "amax_compute_algo": (None, "max"),
+    "amax_compute_algo": (None, "most_recent"),
     "override_linear_precision": (None, (False, False, True)),
     "fp8_params": (None, True),
     "pad_inner_dim": (None, True),

@@ -316,7 +316,7 @@ def test_mixed_precision_in_file_may_name_the_backend(tmp_path):
         ("--fp8_amax_history_length 3 train.py", "did you mean '--fp8_amax_history_len'?"),
         ("--num_process 2 train.py", "unknown flag --num_process (did you mean '--num_processes'?)"),
         ("--fp8_config x train.py", "--fp8_config: config takes a Python object"),
-        ("--fp8_module_filter_func f train.py", "FP8RecipeKwargs(module_filter_func=…)"),
+        ("--fp8_module_filter_func f train.py", "FP8RecipeKwargs(module_filter_func=...)"),
         ("--fp8_margin x --fp8_backend te train.py", "--fp8_margin x: margin='x': margin must be a whole number"),
         ("--fp8_margin 2 --fp8_backend native train.py", "--fp8_margin 2: margin is not read by native:dynamic"),
         ("--fp8_format E5M2 train.py", "no GPU"),
