@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8_backends
-from fp8_backends.errors import FP8BackendError
+from fp8_backends.errors import FP8BackendError, RecipeError
 
 __all__ = ["fresh_accelerate"]
 SECONDS = float(os.environ.get("FIELD_PAIRS_SECONDS", 60))
@@ -188,10 +188,9 @@ def outcome(case: Case, folder: Path) -> str:
     """Return `trained`, `refused`, or the fault."""
     try:
         check(case, folder)
-    except FP8BackendError as error:
-        named = [word for name, value in case.items() if value for word in (name, str(value)) if word in str(error)]
-        known = ("microbatches", "clipped", "optimizer", "Muon")
-        return "refused" if named or any(word in str(error) for word in known) else f"{type(error).__name__}: {error}"
+    except RecipeError as error:
+        named = any(name in str(error) for name, value in case.items() if value)
+        return "refused" if named else f"unclear refusal: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
