@@ -64,7 +64,9 @@ def quantize(
             amax=amax,
         )
     keep_nan = rule != DYNAMIC
-    amax = times(amax_of(x, keep_nan, is_only_recorded=scale is not None) if amax is None else amax, stored_scale_inv)
+    if amax is None:
+        amax = amax_of(x, keep_nan, is_only_recorded=scale is not None)
+    amax = times(amax, stored_scale_inv)
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))

@@ -50,9 +50,8 @@ class StockSteps(ScaledStates):
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         state = self.state[p]
         if "step" not in state and not state.keys().isdisjoint(self.fp8_declared.roles):
-            state["step"] = torch.ones(
-                (), dtype=torch.float32, device="cpu"
-            )  # the stock class has made uncounted steps
+            # the stock class has made uncounted steps
+            state["step"] = torch.ones((), dtype=torch.float32, device="cpu")
         return super().state_of(group, p)
 
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
